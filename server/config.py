@@ -174,7 +174,7 @@ class LogSettings(Section):
 
 
 class Settings(BaseSettings):
-    """All settings. `Settings()` is the defaults alone; `config_sources.load_settings` adds the other sources."""
+    """All settings. `Settings()` is the defaults; `config_sources.load_settings` adds the other sources."""
 
     model_config = SettingsConfigDict(
         extra="forbid",

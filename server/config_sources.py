@@ -113,18 +113,27 @@ def _from_flags(argv: Sequence[str]) -> tuple[dict[str, _Given], str | None]:
     try:
         values = command.make_context("lapilli", list(argv)).params
     except click.NoSuchOption as error:
-        known = [flag for option in command.params for flag in option.opts]
-        raise SettingsError(_unknown(f"flag {error.option_name}", error.option_name, known)) from None
+        raise SettingsError(unknown_flag(error.option_name, command)) from None
     except click.UsageError as error:
         raise SettingsError(" ".join(error.format_message().split())) from None
-    written = [word.split("=", 1)[0] for word in reversed(argv)]
     found = {}
     for leaf in leaves():
         value = values[_parameter(leaf)]
         if value is not None:
-            flag = next((word for word in written if word in leaf.flags), leaf.flags[0])
+            flag = written_flag(leaf.flags, argv)
             found[leaf.path] = _Given(None if value == _NULL else value, f"flag {flag}")
     return found, values["config"]
+
+
+def written_flag(flags: Sequence[str], argv: Sequence[str]) -> str:
+    """Which of the spellings `flags` the last use in `argv` has."""
+    words = [word.split("=", 1)[0] for word in reversed(argv)]
+    return next((word for word in words if word in flags), flags[0])
+
+
+def unknown_flag(name: str, command: click.Command) -> str:
+    """The message for a flag that `command` does not have."""
+    return _unknown(f"flag {name}", name, [flag for option in command.params for flag in option.opts])
 
 
 class _MappingEnvSource(EnvSettingsSource):
