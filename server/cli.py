@@ -68,7 +68,7 @@ def lapilli() -> None:
 
 @lapilli.command(cls=SettingsCommand)
 @click.pass_context
-def serve(ctx: click.Context, **_flags: str) -> None:
+def serve(ctx: click.Context, /, **_flags: str) -> None:
     """Start the server.
 
     Settings: defaults, then the YAML file, then the environment, then these flags; later ones win.
@@ -83,7 +83,7 @@ def serve(ctx: click.Context, **_flags: str) -> None:
 @lapilli.command(cls=SettingsCommand)
 @_json_flag
 @click.pass_context
-def config(ctx: click.Context, as_json: bool, **_flags: str) -> None:
+def config(ctx: click.Context, /, as_json: bool, **_flags: str) -> None:
     """Print every setting's value and where it comes from."""
     loaded = _load(ctx)
     values = {leaf.path: _value(loaded, leaf.path) for leaf in leaves()}
@@ -105,7 +105,7 @@ def keys() -> None:
 @click.option("--name", default="unnamed", show_default=True, help="What the key is for, for people.")
 @_json_flag
 @click.pass_context
-def create(ctx: click.Context, name: str, as_json: bool, **_flags: str) -> None:
+def create(ctx: click.Context, /, name: str, as_json: bool, **_flags: str) -> None:
     """Create an API key and print it, this once."""
     try:
         key, secret = _with_store(ctx, lambda store: store.create(name))
@@ -121,7 +121,7 @@ def create(ctx: click.Context, name: str, as_json: bool, **_flags: str) -> None:
 @keys.command("list", cls=SettingsCommand, only=_KEY_FLAGS)
 @_json_flag
 @click.pass_context
-def list_keys(ctx: click.Context, as_json: bool, **_flags: str) -> None:
+def list_keys(ctx: click.Context, /, as_json: bool, **_flags: str) -> None:
     """List all API keys, revoked ones too, without their secrets."""
     found = _with_store(ctx, lambda store: store.list())
     if as_json:
@@ -135,7 +135,7 @@ def list_keys(ctx: click.Context, as_json: bool, **_flags: str) -> None:
 @click.argument("key_id", metavar="ID")
 @_json_flag
 @click.pass_context
-def revoke(ctx: click.Context, key_id: str, as_json: bool, **_flags: str) -> None:
+def revoke(ctx: click.Context, /, key_id: str, as_json: bool, **_flags: str) -> None:
     """Revoke the API key with this ID; running servers refuse it within auth.refresh_s seconds."""
     key: ApiKey = _with_store(ctx, lambda store: store.revoke(key_id))
     click.echo(json.dumps(asdict(key), indent=2) if as_json else f"Revoked {key.id} ({key.name}).")
@@ -190,8 +190,9 @@ def run_command(argv: Sequence[str]) -> int:
         return _fail(" ".join(error.format_message().split()), EXIT_BAD_USAGE)
     except SettingsError as error:
         return _fail(str(error), EXIT_BAD_USAGE)
-    except UnknownKey as error:
-        return _fail(f"no API key has the id {error}", EXIT_FAILED)
+    except UnknownKey:
+        # The word is not repeated: a user may have given the key itself.
+        return _fail("no API key has this id; `lapilli keys list` shows the ids", EXIT_FAILED)
     except KeyStoreUnavailable as error:
         return _fail(str(error), EXIT_FAILED)
     except click.Abort:
