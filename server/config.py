@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
 ENV_PREFIX = "LAPILLI_"
 ENV_DELIMITER = "__"
@@ -48,6 +50,24 @@ def _json_object(value: Any) -> Any:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
+
+
+def _async_database_url(value: str) -> str:
+    """Checks that SQLAlchemy can read the URL and that its driver is there; quotes nothing of the URL."""
+    try:
+        url = make_url(value)
+    except (SQLAlchemyError, ValueError):
+        raise ValueError("not an SQLAlchemy URL") from None
+    try:
+        dialect = url.get_dialect()
+        if not dialect.is_async:
+            raise ValueError("the driver is not async (for SQLite write sqlite+aiosqlite)")
+        dialect.import_dbapi()
+    except NoSuchModuleError:
+        raise ValueError("SQLAlchemy knows no such database driver") from None
+    except ImportError as error:
+        raise ValueError(f"the driver is not installed ({error})") from None
+    return value
 
 
 class Section(BaseModel):
@@ -151,9 +171,8 @@ class StubSettings(Section):
 class AuthSettings(Section):
     """API keys and where they are kept."""
 
-    database_url: str = Field(
+    database_url: Annotated[str, AfterValidator(_async_database_url)] = Field(
         default_factory=lambda: default_database_url(os.environ),
-        pattern=r"^[a-z0-9]+\+[a-z0-9]+://",
         repr=False,
         description="SQLAlchemy URL with an async driver; a missing SQLite folder is made, mode 0700.",
     )
@@ -258,10 +277,12 @@ _URL_PASSWORD = re.compile(r"(://[^:@/]*):.*@")
 def shown(path: str, value: Any) -> str:
     """`value` as text for people; URL passwords and secret-looking `engine.args` become `***`."""
     if path == "engine.args":
-        if not isinstance(value, dict):
-            return "***"
-        return json.dumps(
-            {k: "***" if _SECRET_NAME.search(str(k)) else v for k, v in value.items()}, default=str
-        )
+        return json.dumps(_masked(value), default=str) if isinstance(value, dict) else "***"
     text = str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)
     return _URL_PASSWORD.sub(r"\1:***@", text)
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: "***" if _SECRET_NAME.search(str(k)) else _masked(v) for k, v in value.items()}
+    return [_masked(item) for item in value] if isinstance(value, list) else value

@@ -16,8 +16,8 @@ TABLE_END = "<!-- settings end -->"
 def yaml_file() -> str:
     """Every setting, commented out, with its default and meaning."""
     lines = [
-        "# Lapilli's settings. Each line that is commented out shows a default; take away its # to change it.",
-        "# Stronger than this file: environment (LAPILLI_GATEWAY__PORT=9000), then flags (--gateway.port 9000).",
+        "# Lapilli's settings. Lines commented out show the defaults; take away the # to change one.",
+        "# Stronger than this file: the environment (LAPILLI_GATEWAY__PORT=9000) and flags (--port 9000).",
         "# `lapilli config` prints the result. See docs/configuration.md.",
     ]
     for section, model in sections().items():

@@ -211,6 +211,8 @@ def _flatten(document: Any, label: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(document, dict):
         raise SettingsError(f"{label}: must hold sections ({', '.join(sections())}), not a {_kind(document)}")
     for section, content in document.items():
+        if section in known:
+            raise SettingsError(f"{label}: {section} must be written as a key under its section")
         if section not in sections():
             raise SettingsError(
                 f"{label}: " + _unknown(f"key {section}", str(section), [*sections(), *known])
@@ -227,7 +229,7 @@ def _flatten(document: Any, label: str) -> Iterator[tuple[str, Any]]:
 
 
 def _kind(value: Any) -> str:
-    names: dict[type, str] = {list: "list", str: "text"}
+    names: dict[type, str] = {list: "list", str: "text", int: "number", float: "number"}
     return names.get(type(value), type(value).__name__)
 
 
