@@ -87,6 +87,9 @@ class GatewaySettings(Section):
     keep_alive_timeout_s: int = Field(
         75, ge=1, description="Seconds an idle connection is kept open for a next request."
     )
+    drain_timeout_s: int = Field(
+        30, ge=0, description="Seconds that running requests may take to finish after SIGTERM or SIGINT."
+    )
     sse_ping_s: float = Field(
         15.0, gt=0, description="Seconds of silence in a stream before a keep-alive comment is sent."
     )

@@ -1,0 +1,58 @@
+"""One request's way through the gateway: who, what, when. Made first, finished last, and never a global."""
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Literal
+
+from auth.principal import Principal
+
+Outcome = Literal["ok", "client_error", "server_error", "disconnected", "stream_error"]
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class RequestContext:
+    """Facts about one HTTP request. Times are `time.monotonic()` seconds, sizes are tokens."""
+
+    method: str
+    path: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    client_request_id: str | None = None
+    """The caller's X-Request-Id: echoed for tracing, never the engine's id."""
+    received_at: float = field(default_factory=time.monotonic)
+    principal: Principal | None = None
+    stream: bool = False
+    status: int | None = None
+    """HTTP status sent; None while no response has begun."""
+    outcome: Outcome | None = None
+    """Set where the status alone does not tell: a client that left, a stream that broke."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """Output tokens of all choices and prompts together."""
+    longest_choice_tokens: int = 0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+
+    def final_outcome(self) -> Outcome:
+        """How the request ended, from what was noted and, failing that, from the HTTP status."""
+        if self.outcome is not None:
+            return self.outcome
+        if self.status is None or self.status >= 500:
+            return "server_error"
+        return "client_error" if self.status >= 400 else "ok"
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token in seconds, from the arrival of the request; None without a token."""
+        return None if self.first_token_at is None else self.first_token_at - self.received_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token in seconds, the first one excluded; None below two tokens."""
+        if self.first_token_at is None or self.last_token_at is None or self.longest_choice_tokens < 2:
+            return None
+        return (self.last_token_at - self.first_token_at) / (self.longest_choice_tokens - 1)

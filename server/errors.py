@@ -1,0 +1,83 @@
+"""Errors as OpenAI words them. Only this module makes error bodies."""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+log = structlog.get_logger()
+
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error: HTTP status, and the fields of OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        """OpenAI's type for the status."""
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        return TYPES.get(self.status, default)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body: `{"error": {message, type, param, code}}`."""
+        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+    def response(self) -> JSONResponse:
+        """The error as an HTTP answer."""
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def unauthorized(message: str) -> ApiError:
+    """401 with the challenge that RFC 7235 asks for."""
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
+    """503: it may work again after `retry_after_s` seconds."""
+    return ApiError(503, message, code="service_unavailable", headers={"Retry-After": str(retry_after_s)})
+
+
+def internal_error() -> ApiError:
+    """500 that says nothing of the inside; the log has the rest."""
+    return ApiError(500, "The server had an error while processing your request.", code="internal_error")
+
+
+async def _api_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(_request: Request, error: Exception) -> JSONResponse:
+    """Starlette's own: no such route, method not allowed."""
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase
+    code = phrase.lower().replace(" ", "_")
+    return ApiError(error.status_code, f"{phrase}.", code=code, headers=error.headers).response()
+
+
+def install(app: FastAPI) -> None:
+    """Registers the handlers. Unknown exceptions are caught outermost, in middleware.py."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)

@@ -1,0 +1,134 @@
+"""The ASGI layers around the router, outermost first: RequestScope, BodyLimit."""
+
+import time
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from metrics.requests import RequestMetrics
+from server.context import RequestContext
+from server.errors import ApiError, internal_error
+
+log = structlog.get_logger()
+
+MAX_REQUEST_ID_CHARS = 128
+QUIET_PATHS = frozenset({"/health", "/livez", "/readyz", "/metrics"})
+
+
+class RequestScope:
+    """Makes the request's context, and is the one place where every request ends.
+
+    However it ends (answer, exception, cancel, a client that left), the context is observed and logged
+    once. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        ctx = RequestContext(method=scope["method"], path=scope["path"])
+        ctx.client_request_id = _client_request_id(scope)
+        scope.setdefault("state", {})["context"] = ctx
+        started = time.perf_counter()
+        self.metrics.begin(ctx)
+        try:
+            await self.app(scope, receive, _noting_send(ctx, send))
+        except ClientDisconnect:
+            ctx.outcome = "disconnected"
+        except Exception:
+            log.exception("unhandled_error", request_id=ctx.id, path=ctx.path)
+            if ctx.status is not None:
+                ctx.outcome = "stream_error"
+                raise
+            await internal_error().response()(scope, receive, _noting_send(ctx, send))
+        finally:
+            self._end(ctx, time.perf_counter() - started)
+
+    def _end(self, ctx: RequestContext, duration_s: float) -> None:
+        self.metrics.end(ctx, duration_s)
+        write = log.debug if ctx.path in QUIET_PATHS else log.info
+        write(
+            "request",
+            request_id=ctx.id,
+            client_request_id=ctx.client_request_id,
+            method=ctx.method,
+            path=ctx.path,
+            key_id=ctx.principal.key_id if ctx.principal else None,
+            status=ctx.status,
+            outcome=ctx.final_outcome(),
+            stream=ctx.stream,
+            duration_s=round(duration_s, 6),
+            ttft_s=round(ctx.ttft_s, 6) if ctx.ttft_s is not None else None,
+            prompt_tokens=ctx.prompt_tokens,
+            completion_tokens=ctx.completion_tokens,
+        )
+
+
+def _noting_send(ctx: RequestContext, send: Send) -> Send:
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            ctx.status = message["status"]
+            MutableHeaders(scope=message)["X-Request-Id"] = ctx.client_request_id or ctx.id
+        await send(message)
+
+    return noting
+
+
+def _client_request_id(scope: Scope) -> str | None:
+    """The caller's X-Request-Id where it is short printable ASCII; anything else is not echoed."""
+    value = Headers(scope=scope).get("x-request-id", "")
+    fine = 0 < len(value) <= MAX_REQUEST_ID_CHARS and value.isascii() and value.isprintable()
+    return value if fine else None
+
+
+class BodyTooLarge(Exception):
+    """Raised from `receive` once the body has crossed the limit."""
+
+
+class BodyLimit:
+    """413 as soon as a body crosses `max_bytes`, declared or chunked; the connection is closed then."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        too_large = declared.isdigit() and int(declared) > self.max_bytes
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            if too_large:
+                raise BodyTooLarge
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self.max_bytes:
+                    raise BodyTooLarge
+            return message
+
+        try:
+            await self.app(scope, limited, send)
+        except BodyTooLarge:
+            await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(
+            413,
+            f"The request body is larger than {self.max_bytes} bytes.",
+            code="request_too_large",
+            headers={"Connection": "close"},
+        )
+        await error.response()(scope, receive, send)

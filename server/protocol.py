@@ -1,0 +1,184 @@
+"""The adapter to vLLM's OpenAI protocol: its request models and its serving classes.
+
+With `server/engine/`, the only place that imports vLLM. Serving classes get no HTTP request: their headers
+could set priority, data-parallel rank, session and engine request id (vllm/entrypoints/generate/base/
+serving.py), and none of these is the client's to choose.
+"""
+
+import http
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMError
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from server.config import Settings
+from server.context import RequestContext
+from server.errors import ApiError, internal_error, unavailable
+from server.streaming import StreamBroken
+
+ERROR_EVENT = 'data: {"error"'
+SERVER_FIELDS = (
+    *("request_id", "priority", "session_id", "cache_salt", "vllm_xargs", "kv_transfer_params"),
+    *("ec_transfer_params", "chat_template"),
+)
+"""Body fields that vLLM would obey and that are not the client's to set; they are ignored."""
+
+RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest)
+Answer = bytes | AsyncGenerator[bytes, None]
+
+
+class OpenAIProtocol:
+    """Chat and text completions over one engine client (`AsyncLLM`)."""
+
+    def __init__(self, llm: Any, settings: Settings) -> None:
+        name = settings.engine.public_model_name
+        self._models = OpenAIServingModels(llm, [BaseModelPath(name, llm.model_config.model)])
+        renderer = OnlineRenderer(
+            llm.model_config,
+            llm.renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+        )
+        self._chat = OpenAIServingChat(
+            llm,
+            self._models,
+            "assistant",
+            online_renderer=renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+        )
+        self._completion = OpenAIServingCompletion(
+            llm, self._models, online_renderer=renderer, request_logger=None
+        )
+        self._renderer = renderer
+
+    def warm_up(self) -> None:
+        """Renders one prompt, so that the first request does not pay for compiling the chat template."""
+        self._renderer.warmup()
+
+    async def models(self) -> bytes:
+        """The body of `GET /v1/models`."""
+        return _json(await self._models.show_available_models())
+
+    async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
+        """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
+        request = _parse(ChatCompletionRequest, body, ctx)
+        if not request.messages:
+            raise ApiError(400, "'messages' must hold at least one message.", param="messages")
+        return await _serve(self._chat.create_chat_completion, request)
+
+    async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
+        """Serves one text completion, as `chat`."""
+        request = _parse(CompletionRequest, body, ctx)
+        return await _serve(self._completion.create_completion, request)
+
+
+def _parse(model: type[RequestT], body: bytes, ctx: RequestContext) -> RequestT:
+    """The body as vLLM's request model, with the engine's request id set to the context's."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error.msg}.", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    for name in SERVER_FIELDS:
+        fields.pop(name, None)
+    if fields.get("max_tokens") is not None:
+        _check_max_tokens(fields, "max_tokens", echo=bool(fields.get("echo")))
+    if fields.get("max_completion_tokens") is not None:
+        _check_max_tokens(fields, "max_completion_tokens", echo=False)
+    try:
+        request = model.model_validate(fields | {"request_id": ctx.id})
+    except ValidationError as error:
+        raise _validation_error(error) from None
+    except (VLLMError, ValueError, TypeError) as error:
+        raise _api_error(create_error_response(error)) from None
+    ctx.stream = bool(request.stream)
+    return request
+
+
+def _check_max_tokens(fields: dict[str, Any], name: str, *, echo: bool) -> None:
+    """An integer of at least 1; 0 only where the prompt is echoed. vLLM would take "10" and true."""
+    value = fields[name]
+    least = 0 if echo else 1
+    if type(value) is not int or value < least:
+        raise ApiError(400, f"'{name}' must be an integer of at least {least}.", param=name)
+
+
+def _validation_error(error: ValidationError) -> ApiError:
+    """The first fault, worded without quoting the input."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    param = ".".join(str(part) for part in first["loc"] if isinstance(part, int | str)) or None
+    message = first["msg"].removeprefix("Value error, ").removesuffix(".")
+    return ApiError(400, f"{param}: {message}." if param else f"{message}.", param=param)
+
+
+async def _serve(create: Any, request: Any) -> Answer:
+    try:
+        result = await create(request, None)
+    except (EngineDeadError, EngineGenerateError, VLLMError, ValueError, TypeError, OverflowError) as error:
+        raise _exception(error) from error
+    if isinstance(result, ErrorResponse):
+        raise _api_error(result)
+    if isinstance(result, BaseModel):
+        return _json(result)
+    return _events(result)
+
+
+async def _events(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[bytes, None]:
+    """vLLM's SSE events as bytes; its error event becomes StreamBroken, since [DONE] would follow it."""
+    try:
+        async for chunk in chunks:
+            if chunk.startswith(ERROR_EVENT):
+                raise StreamBroken(_streamed_error(chunk))
+            yield chunk.encode()
+    except (EngineDeadError, EngineGenerateError) as error:
+        raise StreamBroken(_exception(error)) from error
+    finally:
+        await chunks.aclose()
+
+
+def _streamed_error(chunk: str) -> ApiError:
+    return _api_error(ErrorResponse.model_validate_json(chunk.removeprefix("data: ").strip()))
+
+
+def _exception(error: Exception) -> ApiError:
+    cause = error.__cause__ if isinstance(error, EngineGenerateError) and error.__cause__ else error
+    if isinstance(cause, EngineDeadError):
+        return unavailable("The engine has stopped; the request was not completed.")
+    return _api_error(create_error_response(cause))
+
+
+def _api_error(response: ErrorResponse) -> ApiError:
+    """vLLM's error in OpenAI's words."""
+    error = response.error
+    status = int(error.code)
+    if status >= 500 and status != http.HTTPStatus.SERVICE_UNAVAILABLE:
+        if "EngineCore encountered" in error.message or "EngineDead" in error.message:
+            return unavailable("The engine has stopped; the request was not completed.")
+        return internal_error()
+    if status == http.HTTPStatus.SERVICE_UNAVAILABLE:
+        return unavailable(error.message)
+    if status == http.HTTPStatus.NOT_FOUND:
+        return ApiError(404, error.message, code="model_not_found", param=error.param)
+    too_long = error.param == "input_tokens" or "context length" in error.message
+    code = "context_length_exceeded" if too_long else None
+    return ApiError(status, error.message, code=code, param=None if too_long else error.param)
+
+
+def _json(model: BaseModel) -> bytes:
+    return model.model_dump_json().encode()

@@ -1,0 +1,40 @@
+"""What a route asks for before it works: a caller with a key, and an engine that serves."""
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from auth.keys import BadCredentials, parse_credentials
+from auth.principal import Principal
+from auth.store import KeyStoreUnavailable
+from server.errors import unauthorized, unavailable
+from server.gateway import context_of, gateway_of
+from server.protocol import OpenAIProtocol
+
+
+async def caller(request: Request) -> Principal:
+    """The principal of the request's API key; 401 without a good one, 503 while the store is down."""
+    gateway = gateway_of(request)
+    try:
+        key = parse_credentials(request.headers.raw)
+        principal = await gateway.keys.authenticate(key)
+    except BadCredentials as error:
+        raise unauthorized(str(error)) from None
+    except KeyStoreUnavailable:
+        raise unavailable("API keys can't be checked at the moment.", retry_after_s=5) from None
+    if principal is None:
+        raise unauthorized("Incorrect API key provided.")
+    context_of(request).principal = principal
+    return principal
+
+
+async def ready_protocol(request: Request, _caller: Annotated[Principal, Depends(caller)]) -> OpenAIProtocol:
+    """The protocol of a ready engine; 503 before and after. The key is checked first."""
+    gateway = gateway_of(request)
+    if gateway.protocol is None or not gateway.engine.ready:
+        reason = gateway.engine.reason or "the engine is starting"
+        raise unavailable(f"The server is not ready: {reason}.", retry_after_s=5)
+    return gateway.protocol
+
+
+ReadyProtocol = Annotated[OpenAIProtocol, Depends(ready_protocol)]

@@ -1,0 +1,113 @@
+"""From a generator of SSE events to an HTTP answer: errors before the first byte, pings, disconnects."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import orjson
+import structlog
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from server.context import RequestContext
+from server.errors import ApiError, internal_error
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+class StreamBroken(Exception):
+    """The stream can't go on; `error` says why."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+async def until_disconnect(request: Request, ctx: RequestContext, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; when the client leaves first, `work` is cancelled (and its request aborted).
+
+    Raises ClientDisconnect then. The body must have been read before.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        ctx.outcome = "disconnected"
+        raise ClientDisconnect
+    finally:
+        for pending in (task, watcher):
+            if not pending.done():
+                pending.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await pending
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def stream_response(
+    request: Request, ctx: RequestContext, events: AsyncGenerator[bytes, None], ping_s: float
+) -> EventSourceResponse:
+    """Answers with `events` (whole SSE events as bytes), once the first one is there.
+
+    What goes wrong before it is an ordinary HTTP error (StreamBroken's ApiError is raised). When the
+    first event takes longer than `ping_s` seconds, the answer begins without it and pings keep it alive.
+    """
+    first = asyncio.ensure_future(anext(events))
+    try:
+        with contextlib.suppress(TimeoutError):
+            wait = asyncio.wait_for(asyncio.shield(first), ping_s)
+            await until_disconnect(request, ctx, wait)
+    except BaseException as error:
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await first
+        await events.aclose()
+        if isinstance(error, StreamBroken):
+            raise error.error from error
+        raise
+    return EventSourceResponse(
+        _body(ctx, first, events),
+        ping=ping_s,
+        sep="\n",
+        ping_message_factory=lambda: ServerSentEvent(comment="ping"),
+    )
+
+
+async def _body(
+    ctx: RequestContext, first: "asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]
+) -> AsyncIterator[bytes]:
+    """All events, or those until an error and then one error event, with no [DONE] after it."""
+    finished = False
+    try:
+        yield await first
+        async for event in events:
+            yield event
+        finished = True
+    except StreamBroken as broken:
+        finished = True
+        ctx.outcome = "stream_error"
+        yield error_event(broken.error)
+    except Exception:
+        finished = True
+        ctx.outcome = "stream_error"
+        log.exception("stream_error", request_id=ctx.id)
+        yield error_event(internal_error())
+    finally:
+        if not finished:
+            ctx.outcome = "disconnected"
+            first.cancel()
+        await events.aclose()
+
+
+def error_event(error: ApiError) -> bytes:
+    """The SSE event that ends a stream that broke after its first byte."""
+    return b"data: " + orjson.dumps(error.body()) + b"\n\n"
