@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from typing import Any
 
 import structlog
 
@@ -18,14 +19,14 @@ def configure_logging(settings: LogSettings) -> None:
     """Sets up both structlog and `logging` for this process."""
     level = logging.getLevelNamesMapping()[settings.level.upper()]
     as_json = settings.format == "json" or (settings.format == "auto" and not sys.stderr.isatty())
-    shared = [
+    shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
-    exceptions = [structlog.processors.format_exc_info] if as_json else []
+    exceptions: list[Any] = [structlog.processors.format_exc_info] if as_json else []
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -6,6 +6,7 @@ serving.py), and none of these is the client's to choose.
 """
 
 import http
+import re
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ from server.context import RequestContext
 from server.errors import ApiError, internal_error, unavailable
 from server.streaming import StreamBroken
 
+VLLM_SUFFIX = re.compile(r" \((parameter|value)=.*\)$", re.DOTALL)
+"""vLLM's errors end in `(parameter=..., value=...)`: the first is OpenAI's `param`, the second the input."""
 ERROR_EVENT = 'data: {"error"'
 SERVER_FIELDS = (
     *("request_id", "priority", "session_id", "cache_salt", "vllm_xargs", "kv_transfer_params"),
@@ -44,7 +47,7 @@ class OpenAIProtocol:
 
     def __init__(self, llm: Any, settings: Settings) -> None:
         name = settings.engine.public_model_name
-        self._models = OpenAIServingModels(llm, [BaseModelPath(name, llm.model_config.model)])
+        self._models = OpenAIServingModels(llm, [BaseModelPath(name, name)])
         renderer = OnlineRenderer(
             llm.model_config,
             llm.renderer,
@@ -76,19 +79,21 @@ class OpenAIProtocol:
 
     async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
-        request = _parse(ChatCompletionRequest, body, ctx)
-        if not request.messages:
-            raise ApiError(400, "'messages' must hold at least one message.", param="messages")
+        fields = _fields(body)
+        messages = fields.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ApiError(400, "'messages' must be a list of at least one message.", param="messages")
+        request = _parse(ChatCompletionRequest, fields, ctx)
         return await _serve(self._chat.create_chat_completion, request)
 
     async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one text completion, as `chat`."""
-        request = _parse(CompletionRequest, body, ctx)
+        request = _parse(CompletionRequest, _fields(body), ctx)
         return await _serve(self._completion.create_completion, request)
 
 
-def _parse(model: type[RequestT], body: bytes, ctx: RequestContext) -> RequestT:
-    """The body as vLLM's request model, with the engine's request id set to the context's."""
+def _fields(body: bytes) -> dict[str, Any]:
+    """The body as a JSON object, without the fields that are the server's."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -97,6 +102,11 @@ def _parse(model: type[RequestT], body: bytes, ctx: RequestContext) -> RequestT:
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
     for name in SERVER_FIELDS:
         fields.pop(name, None)
+    return fields
+
+
+def _parse(model: type[RequestT], fields: dict[str, Any], ctx: RequestContext) -> RequestT:
+    """The body as vLLM's request model, with the engine's request id set to the context's."""
     if fields.get("max_tokens") is not None:
         _check_max_tokens(fields, "max_tokens", echo=bool(fields.get("echo")))
     if fields.get("max_completion_tokens") is not None:
@@ -105,8 +115,11 @@ def _parse(model: type[RequestT], body: bytes, ctx: RequestContext) -> RequestT:
         request = model.model_validate(fields | {"request_id": ctx.id})
     except ValidationError as error:
         raise _validation_error(error) from None
-    except (VLLMError, ValueError, TypeError) as error:
+    except (VLLMError, ValueError) as error:
         raise _api_error(create_error_response(error)) from None
+    except (TypeError, AttributeError, KeyError, IndexError):
+        # vLLM's checks that run before pydantic's own stumble over shapes they do not expect.
+        raise ApiError(400, "A field of the request has the wrong shape.") from None
     ctx.stream = bool(request.stream)
     return request
 
@@ -166,6 +179,7 @@ def _exception(error: Exception) -> ApiError:
 def _api_error(response: ErrorResponse) -> ApiError:
     """vLLM's error in OpenAI's words."""
     error = response.error
+    error.message = VLLM_SUFFIX.sub("", error.message)
     status = int(error.code)
     if status >= 500 and status != http.HTTPStatus.SERVICE_UNAVAILABLE:
         if "EngineCore encountered" in error.message or "EngineDead" in error.message:

@@ -1,4 +1,4 @@
-"""`lapilli serve`: everything is checked, then the port opens, then the engine loads while /health says 503."""
+"""`lapilli serve`: checks everything, opens the port, loads the engine while /health says 503."""
 
 import asyncio
 import contextlib
@@ -66,7 +66,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> bool:
 
     keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
     await keys.open()
-    gateway = Gateway(settings, keys, RequestMetrics(settings.engine.public_model_name), Engine(settings))
+    metrics = RequestMetrics(settings.engine.public_model_name)
+    gateway = Gateway(settings, keys, metrics, Engine(settings, metrics.gap))
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(gateway),
@@ -101,7 +102,7 @@ def _quiet_signals() -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    AppStatus.disable_automatic_graceful_drain()
+    AppStatus.enable_automatic_graceful_drain = False
 
 
 async def _start(gateway: "Gateway", server: uvicorn.Server, url: str) -> bool:
@@ -109,7 +110,7 @@ async def _start(gateway: "Gateway", server: uvicorn.Server, url: str) -> bool:
 
     A failed self-check is no end: the server stays, not ready, and /health says why.
     """
-    from server.engine.client import EngineStartError
+    from server.engine.core import EngineStartError
     from server.engine.selfcheck import SelfCheckError
     from server.protocol import OpenAIProtocol
 

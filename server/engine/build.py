@@ -1,4 +1,4 @@
-"""From settings to vLLM's engine configuration, with every mistake of the user's found before anything loads."""
+"""From settings to vLLM's engine configuration, with the user's mistakes found before anything loads."""
 
 import dataclasses
 import difflib

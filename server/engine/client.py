@@ -53,10 +53,10 @@ class TrackedLLM(AsyncLLM):
     (`RequestContext.id`), which is how an output finds its context.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, on_gap: Callable[[float, int], None], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.contexts: WeakValueDictionary[str, RequestContext] = WeakValueDictionary()
-        self.on_gap: Callable[[float, int], None] = lambda gap_s, num_tokens: None
+        self._on_gap = on_gap
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -68,7 +68,7 @@ class TrackedLLM(AsyncLLM):
                 async for output in outputs:
                     yield output
                 return
-            note = TokenTimes(ctx, self.on_gap, sampling_params.output_kind)
+            note = TokenTimes(ctx, self._on_gap, sampling_params.output_kind)
             async for output in outputs:
                 note(output)
                 yield output
@@ -83,6 +83,7 @@ class TokenTimes:
         self._ctx = ctx
         self._on_gap = on_gap
         self._streamed = kind is RequestOutputKind.DELTA
+        self._prompt_counted = False
         self._last: dict[int, float] = {}
         self._tokens: dict[int, int] = defaultdict(int)
 
@@ -93,10 +94,11 @@ class TokenTimes:
         for choice in output.outputs:
             if num_new := len(choice.token_ids):
                 self._count(choice.index, num_new, now)
-        if output.finished:
+        if not self._prompt_counted:
+            self._prompt_counted = True
             ctx.prompt_tokens += len(output.prompt_token_ids or ())
-            if output.metrics is not None:
-                self._engine_times(output.metrics)
+        if output.finished and output.metrics is not None:
+            self._engine_times(output.metrics)
 
     def _count(self, index: int, num_new: int, now: float) -> None:
         ctx = self._ctx
@@ -129,9 +131,13 @@ class TokenTimes:
 class Engine:
     """The engine and its life: configured in the constructor, started and stopped by the gateway."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Checks the model and the engine's settings; loads nothing. Raises SettingsError."""
+    def __init__(self, settings: Settings, on_gap: Callable[[float, int], None]) -> None:
+        """Checks the model and the engine's settings; loads nothing. Raises SettingsError.
+
+        `on_gap(gap_s, num_tokens)` is called for each later output of a stream.
+        """
         self.settings = settings
+        self._on_gap = on_gap
         self.state = EngineState.STARTING
         self.reason: str | None = None
         """Why the engine does not serve, for people; None in READY."""
@@ -186,6 +192,7 @@ class Engine:
         addresses = self._core.start()
         try:
             return TrackedLLM(
+                on_gap=self._on_gap,
                 vllm_config=self.config,
                 executor_class=Executor.get_class(self.config),
                 log_stats=True,

@@ -8,6 +8,7 @@ running stream gets one token, and each client gets one message.
 
 import contextlib
 import itertools
+import math
 import signal
 import time
 import zlib
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import (
@@ -29,6 +31,7 @@ from vllm.v1.engine import (
     UtilityOutput,
 )
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from server.config import StubSettings
@@ -92,13 +95,14 @@ class StubCore:
                 self._step(now)
                 # A step that comes late does not pull the following ones together.
                 next_step = max(next_step + self._period_s, now)
-            wait_ms = max(0.0, (next_step - time.monotonic()) * 1000) if self._streams else None
+            until_step_ms = math.ceil((next_step - time.monotonic()) * 1000)
+            wait_ms = max(0, until_step_ms) if self._streams else None
             for socket, _ in self._poller.poll(wait_ms):
                 self._receive(socket)
             if not self._streams:
                 next_step = time.monotonic()
 
-    def _receive(self, socket: zmq.Socket) -> None:
+    def _receive(self, socket: "zmq.Socket[bytes]") -> None:
         while True:
             try:
                 kind, *frames = socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
@@ -143,6 +147,7 @@ class StubCore:
         first = stream.num_tokens == 0
         token, finish = stream.next_token()
         output = EngineCoreOutput(stream.request.request_id, [token], finish_reason=finish)
+        output.new_logprobs = _logprobs(token, stream.request.sampling_params)
         if first:
             arrived = stream.due_at - self._settings.ttft_ms / 1000
             output.events = [
@@ -165,6 +170,17 @@ class StubCore:
 
     def _send(self, client: int, outputs: EngineCoreOutputs) -> None:
         self._outputs[client].send_multipart(self._encoder.encode(outputs))
+
+
+def _logprobs(token: int, params: SamplingParams | None) -> LogprobsLists | None:
+    """The stub knows what it says next: log-probability 0 for the token, next to nothing for others."""
+    if params is None or params.logprobs is None:
+        return None
+    others = [word for word in range(FIRST_WORD_ID, FIRST_WORD_ID + NUM_WORDS) if word != token]
+    ids = [token, token, *others][: params.logprobs + 1]
+    values = np.full((1, len(ids)), -100.0, dtype=np.float32)
+    values[0, :2] = 0.0
+    return LogprobsLists(np.array([ids], dtype=np.int32), values, np.array([1], dtype=np.int32))
 
 
 def run(inputs: list[str], outputs: list[str], settings: StubSettings) -> None:

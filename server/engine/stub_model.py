@@ -10,7 +10,14 @@ from pathlib import Path
 BOS, EOS, END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL = [END, BOS, EOS]
 EOS_ID = 2
-WORDS = ["the", "river", "moved", "slowly", "past", "old", "stone", "houses", "while", "people", "talked", "about", "weather", "and", "bread", "in", "quiet", "voices", "near", "dark", "trees", "a", "small", "boat", "carried", "fresh", "apples", "from", "far", "hills", "to", "market", "every", "morning", "when", "light", "came", "over", "water", "children", "ran", "along", "narrow", "paths", "with", "bright", "kites", "birds", "called", "out", "above", "green", "fields", "where", "horses", "rested", "under", "tall", "grass", "evening", "brought", "cool", "wind", "soft", "rain", "and", "long", "songs", "of", "home", "by", "warm", "fires"]
+TEXT = """
+the river moved slowly past old stone houses while people talked about weather and bread in quiet
+voices near dark trees a small boat carried fresh apples from far hills to market every morning when
+light came over water children ran along narrow paths with bright kites birds called out above green
+fields where horses rested under tall grass evening brought cool wind soft rain and long songs of
+home by warm fires
+"""
+WORDS = list(dict.fromkeys(TEXT.split()))
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -24,7 +31,7 @@ def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]], list[int]]:
     vocab = {token: index for index, token in enumerate([*SPECIAL, *sorted(ByteLevel.alphabet())])}
     merges: list[tuple[str, str]] = []
     words = []
-    for word in dict.fromkeys(WORDS):
+    for word in WORDS:
         built = "Ġ"  # byte-level BPE's mark for a space
         for letter in word:
             if (built, letter) not in merges:
@@ -38,7 +45,7 @@ def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]], list[int]]:
     return ordered, merges, [ordered[word] for word in words]
 
 
-NUM_WORDS = len(dict.fromkeys(WORDS))
+NUM_WORDS = len(WORDS)
 FIRST_WORD_ID = min(_vocabulary()[2])
 VOCAB_SIZE = FIRST_WORD_ID + NUM_WORDS
 

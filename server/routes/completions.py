@@ -1,11 +1,13 @@
 """POST /v1/chat/completions and /v1/completions."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from server.context import RequestContext
 from server.gateway import context_of, gateway_of
+from server.protocol import Answer
 from server.routes.access import ReadyProtocol
 from server.streaming import stream_response, until_disconnect
 
@@ -25,7 +27,7 @@ async def completions(request: Request, protocol: ReadyProtocol) -> Response:
 
 
 async def _complete(
-    request: Request, serve: Callable[[bytes, RequestContext], Awaitable[object]]
+    request: Request, serve: Callable[[bytes, RequestContext], Coroutine[Any, Any, Answer]]
 ) -> Response:
     gateway, ctx = gateway_of(request), context_of(request)
     body = await request.body()
