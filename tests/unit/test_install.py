@@ -8,21 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SYSTEM_COMMANDS = [
-    "bash",
-    "basename",
-    "cat",
-    "cksum",
-    "dirname",
-    "env",
-    "grep",
-    "head",
-    "rm",
-    "sleep",
-    "tail",
-    "timeout",
-    "tr",
-]
+SYSTEM_COMMANDS = (
+    *("bash", "basename", "cat", "cksum", "dirname", "env", "grep", "head", "rm", "sleep"),
+    *("tail", "timeout", "tr"),
+    # Of the stubs.
+    *("chmod", "cp", "mkdir", "touch"),
+)
 
 # A Python as install.sh sees it. CALLS gets each call; a call that matches FAIL_ON fails with FAIL_TEXT.
 PYTHON_STUB = """#!/usr/bin/env bash
@@ -59,7 +50,7 @@ class Checkout:
         self.bin.mkdir()
         for name in ("install.sh", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, folder)
-        for name in (*SYSTEM_COMMANDS, "mkdir", "cp", "chmod", "touch"):
+        for name in SYSTEM_COMMANDS:
             found = shutil.which(name)
             assert found, name
             (self.bin / name).symlink_to(found)
@@ -121,16 +112,8 @@ def test_is_executable():
 def test_help_names_every_flag_and_does_nothing(bare):
     result = bare.run("--help")
     assert result.returncode == 0
-    for flag in [
-        "--model",
-        "--tp-size",
-        "--quantization",
-        "--port",
-        "--no-start",
-        "--dev",
-        "--engine-extra",
-        "--help",
-    ]:
+    flags = ("--model", "--tp-size", "--quantization", "--port", "--no-start", "--dev", "--engine-extra")
+    for flag in (*flags, "--help"):
         assert flag in result.stdout
     assert not (bare.folder / ".venv").exists()
 
@@ -259,18 +242,8 @@ def test_other_model_needs_no_demo_model(checkout):
 
 
 def test_flags_reach_the_server_in_order(checkout):
-    flags = [
-        "--tp-size",
-        "2",
-        "--quantization=fp8",
-        "--port",
-        "9000",
-        "--engine",
-        "stub",
-        "--gateway.host",
-        "0.0.0.0",
-    ]
     expected = "--tp-size 2 --quantization fp8 --port 9000 --engine stub --gateway.host 0.0.0.0"
+    flags = expected.replace("--quantization fp8", "--quantization=fp8").split()
     assert f"lapilli serve {expected}\n" in checkout.run(*flags).stdout
 
 
