@@ -214,7 +214,7 @@ def _run(
     with (
         tempfile.TemporaryFile("w+", errors="replace") as output,
         subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output
         ) as child,
     ):
         deadline = time.monotonic() + limit_s
