@@ -170,15 +170,29 @@ install_packages() {
         "see pip's output above; check network and disk space, run install.sh again"
 }
 
-imports() { timeout 300 "$PYTHON" -c 'import vllm; from transformers import AutoTokenizer' >"$LOG" 2>&1; }
+# transformers and vLLM load their parts when first used: so a model and the engine are asked for, not the packages.
+imports() {
+    timeout 300 "$PYTHON" -c 'from transformers import AutoTokenizer, LlamaForCausalLM
+from vllm.v1.engine.async_llm import AsyncLLM' >"$LOG" 2>&1
+}
+
+# pip may add builds for another torch ("operator torchvision::nms does not exist"); text models need none of them.
+remove_misfits() {
+    local name misfits=()
+    for name in torchvision torchaudio torchcodec; do
+        timeout 120 "$PYTHON" -c "import $name" >/dev/null 2>&1 || misfits+=("$name")
+    done
+    ((${#misfits[@]})) || return 0
+    say "    removing what does not fit this torch: ${misfits[*]}"
+    attempt 120 "$PYTHON" -m pip uninstall --yes --quiet "${misfits[@]}" || true
+}
 
 check_engine() {
     local step="engine check"
     say "$step: importing vLLM"
     imports && return
     if grep -qE 'torchvision|torchaudio|torchcodec' "$LOG"; then
-        say "    torchvision, torchaudio or torchcodec does not fit; removing them (text models need none)"
-        attempt 120 "$PYTHON" -m pip uninstall --yes torchvision torchaudio torchcodec || true
+        remove_misfits
         imports && return
     fi
     fail "$step" "vLLM cannot be imported: $(tail -n 1 "$LOG")" \
