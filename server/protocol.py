@@ -32,6 +32,7 @@ from server.streaming import StreamBroken
 VLLM_SUFFIX = re.compile(r" \((parameter|value)=.*\)$", re.DOTALL)
 """vLLM's errors end in `(parameter=..., value=...)`: the first is OpenAI's `param`, the second the input."""
 ERROR_EVENT = 'data: {"error"'
+FIELD_NAME = re.compile(r"[a-z_]+")
 SERVER_FIELDS = (
     *("request_id", "priority", "session_id", "cache_salt", "vllm_xargs", "kv_transfer_params"),
     *("ec_transfer_params", "chat_template"),
@@ -135,7 +136,9 @@ def _check_max_tokens(fields: dict[str, Any], name: str, *, echo: bool) -> None:
 def _validation_error(error: ValidationError) -> ApiError:
     """The first fault, worded without quoting the input."""
     first = error.errors(include_input=False, include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"] if isinstance(part, int | str)) or None
+    # A union adds the names of its members to the path; fields and indices are the client's own.
+    path = [str(part) for part in first["loc"] if isinstance(part, int) or FIELD_NAME.fullmatch(part)]
+    param = ".".join(path) or None
     message = first["msg"].removeprefix("Value error, ").removesuffix(".")
     return ApiError(400, f"{param}: {message}." if param else f"{message}.", param=param)
 

@@ -58,7 +58,8 @@ class Stream:
         if self.num_tokens > self.natural_end:
             return EOS_ID, FinishReason.STOP
         finish = FinishReason.LENGTH if self.num_tokens >= self.limit else None
-        return FIRST_WORD_ID + (self.seed + position * 7919) % NUM_WORDS, finish
+        mixed = ((self.seed + position * 0x9E3779B1) & 0xFFFFFFFF) >> 8  # Knuth's multiplicative hash
+        return FIRST_WORD_ID + mixed % NUM_WORDS, finish
 
 
 class StubCore:
@@ -114,6 +115,8 @@ class StubCore:
             elif kind is EngineCoreRequestType.ABORT:
                 for request_id in self._decoder.decode(frames):
                     self._streams.pop(request_id, None)
+                # As in EngineCore, steps without outputs tell client 0 alone.
+                self._send(0, EngineCoreOutputs(scheduler_stats=self._stats(time.monotonic())))
             elif kind is EngineCoreRequestType.UTILITY:
                 self._answer_utility(*self._decoder.decode(frames))
 
@@ -134,14 +137,17 @@ class StubCore:
         due = [stream for stream in self._streams.values() if stream.due_at <= now]
         for stream in due:
             per_client[stream.request.client_index].append(self._output(stream, now))
+        stats = self._stats(now)
+        for client, outputs in per_client.items():
+            self._send(client, EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=now))
+
+    def _stats(self, now: float) -> SchedulerStats:
         waiting = sum(stream.due_at > now for stream in self._streams.values())
-        stats = SchedulerStats(
+        return SchedulerStats(
             num_running_reqs=len(self._streams) - waiting,
             num_waiting_reqs=waiting,
             step_counter=next(self._steps),
         )
-        for client, outputs in per_client.items():
-            self._send(client, EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=now))
 
     def _output(self, stream: Stream, now: float) -> EngineCoreOutput:
         first = stream.num_tokens == 0

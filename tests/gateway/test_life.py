@@ -1,0 +1,150 @@
+"""Start, health, engine death, shutdown, over stubs of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import sse
+from tests.conftest import MODEL, ROOT, Server, children, free_port, poll, running
+
+CHAT = "/v1/chat/completions"
+LONG = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 20_000, "ignore_eos": True}
+
+
+def test_health_from_start_to_engine_death(tmp_path: Path) -> None:
+    """503 before, 200 while it serves, 503 after the engine's death; an open stream ends with an error."""
+    with running(tmp_path, "--engine", "stub", wait=False) as server:
+        poll(lambda: server.health() == 503, "port open while the engine starts", 120)
+        starting = httpx.get(f"{server.url}/health").json()
+        assert (starting["ready"], starting["engine"]["state"]) == (False, "starting")
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+        assert httpx.get(f"{server.url}/readyz").status_code == 503
+        early = server.client().post(CHAT, json=LONG)
+        assert (early.status_code, early.headers["retry-after"]) == (503, "5")
+        server.wait_ready()
+        body = httpx.get(f"{server.url}/health").json()
+        assert body["ready"] is True
+        assert body["model"] == MODEL
+        assert body["engine"] == {"kind": "stub", "state": "ready"}
+        with server.client() as client, client.stream("POST", CHAT, json=LONG | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            (core,) = children(server.process.pid, "spawn_main")
+            os.kill(core, signal.SIGKILL)
+            events, done = sse.read(lines)
+        assert not done
+        assert events[-1]["error"]["code"] == "service_unavailable"
+        poll(lambda: server.health() == 503, "not ready after the engine's death", 2)
+        dead = httpx.get(f"{server.url}/health").json()
+        assert dead["engine"]["state"] == "dead"
+        assert "ended by itself" in dead["reason"]
+        with server.client() as client:
+            assert client.post(CHAT, json=LONG).status_code == 503
+        assert server.metric('lapilli_requests_total{endpoint="/v1/chat/completions"') >= 1
+
+
+def test_sigterm_lets_streams_finish(tmp_path: Path) -> None:
+    """A stream that runs at SIGTERM gets its end; the server exits with 0 and leaves no process."""
+    body = LONG | {"max_tokens": 60, "stream": True}
+    with running(tmp_path, "--engine", "stub") as server:
+        (core,) = children(server.process.pid, "spawn_main")
+        with server.client() as client, client.stream("POST", CHAT, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            events, done = sse.read(lines)
+        assert done
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(20) == 0
+        assert not Path(f"/proc/{core}").exists()
+
+
+def test_keep_alive_before_a_slow_first_token(tmp_path: Path) -> None:
+    """Case O11: idle bytes are comment lines only; SDKs skip them."""
+    with running(
+        tmp_path, "--engine", "stub", "--stub.ttft_ms", "1500", "--gateway.sse_ping_s", "0.3"
+    ) as server:
+        body = LONG | {"max_tokens": 3, "stream": True}
+        with server.client() as client, client.stream("POST", CHAT, json=body) as answer:
+            lines = list(answer.iter_lines())
+        assert sum(line.startswith(":") for line in lines) >= 2
+        _, done = sse.read(lines)
+        assert done
+
+
+def _fails(tmp_path: Path, *flags: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "server", "serve", *flags]
+    env = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+def _model(tmp_path: Path, **files: str) -> str:
+    for name, text in files.items():
+        (tmp_path / name.replace("_json", ".json")).write_text(text)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--gateway.prot", "1"), "did you mean"),
+        (("--port", "99999"), "99999"),
+        (("--model", "/no/such/folder"), "neither a folder nor a hub name"),
+        (("--model", "EMPTY"), "config.json is missing"),
+        (("--model", "BROKEN"), "not a readable JSON object"),
+        (("--model", "BARE"), "holds no tokenizer"),
+        (("--port", "TAKEN"), "can't listen"),
+        (("--engine", "stub", "--engine.args", '{"max_num_seq": 1}'), "did you mean 'max_num_seqs'?"),
+        (("--engine", "stub", "--engine.args", '{"block_size": "x"}'), "vLLM refuses these settings"),
+    ],
+)
+def test_bad_settings_are_one_line_and_exit_2(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+    """One line that says what is wrong, exit code 2, no traceback."""
+    folders = {
+        "EMPTY": lambda: _model(tmp_path),
+        "BROKEN": lambda: _model(tmp_path, config_json="{"),
+        "BARE": lambda: _model(tmp_path, config_json="{}"),
+    }
+    port = free_port()
+    taken = None
+    if "TAKEN" in flags:
+        import socket
+
+        taken = socket.create_server(("127.0.0.1", port))
+    given = [str(port) if flag == "TAKEN" else folders.get(flag, lambda f=flag: f)() for flag in flags]
+    if "--port" not in flags:
+        given += ["--port", "0"]
+    code, line = _fails(tmp_path / "state", *given)
+    if taken:
+        taken.close()
+    assert code == 2
+    assert line.startswith("lapilli: error: ")
+    assert says in line
+
+
+def test_many_streams_at_once(stub: Server) -> None:
+    """64 streams side by side all end, each with its own text."""
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 32, "stream": True}
+    texts: dict[int, str] = {}
+
+    def one(number: int) -> None:
+        mine = body | {"messages": [{"role": "user", "content": f"stream {number % 4}"}]}
+        with stub.client() as client, client.stream("POST", CHAT, json=mine) as answer:
+            events, done = sse.read(answer.iter_lines())
+        texts[number] = sse.text_of(events) if done else "cut"
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 64
+    assert len(set(texts.values())) == 4
+    poll(stub.drained, "drained")
