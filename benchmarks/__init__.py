@@ -1,0 +1,1 @@
+"""Benchmarks, each `python -m benchmarks.NAME`; with `--json` the last line is one JSON object."""
