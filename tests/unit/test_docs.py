@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 def test_every_metric_is_documented() -> None:
     """Each `lapilli_*` family stands in docs/operations.md."""
     text = (ROOT / "docs" / "operations.md").read_text()
-    families = [family for family in RequestMetrics("m").registry.collect()]
+    families = list(RequestMetrics("m").registry.collect())
     assert families
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
