@@ -22,6 +22,8 @@ class RequestContext:
     received_at: float = field(default_factory=time.monotonic)
     principal: Principal | None = None
     stream: bool = False
+    lean: bool = False
+    """Whether its tokens take the lean path (server/engine/sink.py)."""
     status: int | None = None
     """HTTP status sent; None while no response has begun."""
     outcome: Outcome | None = None

@@ -10,7 +10,7 @@ from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
 from server.engine.client import Engine
-from server.protocol import OpenAIProtocol
+from server.protocol.serving import OpenAIProtocol
 
 
 @dataclass

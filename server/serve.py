@@ -112,7 +112,7 @@ async def _start(gateway: "Gateway", server: uvicorn.Server, url: str) -> bool:
     """
     from server.engine.core import EngineStartError
     from server.engine.selfcheck import SelfCheckError
-    from server.protocol import OpenAIProtocol
+    from server.protocol.serving import OpenAIProtocol
 
     engine = gateway.engine
     key = await gateway.keys.ensure_first_key()

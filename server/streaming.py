@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import anyio
 import orjson
 import structlog
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.types import Receive, Send
 
 from server.context import RequestContext
 from server.errors import ApiError, internal_error
@@ -74,12 +75,33 @@ async def stream_response(
         if isinstance(error, StreamBroken):
             raise error.error from error
         raise
-    return EventSourceResponse(
+    return EventStream(
         _body(ctx, first, events),
         ping=ping_s,
         sep="\n",
         ping_message_factory=lambda: ServerSentEvent(comment="ping"),
     )
+
+
+class EventStream(EventSourceResponse):
+    """sse-starlette's response (pings, disconnect, shutdown) fed with whole events as bytes.
+
+    Only its inner loop is ours: the library's encodes, logs and opens a cancel scope for every event.
+    """
+
+    async def _stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        events = cast(AsyncGenerator[bytes, None], self.body_iterator)
+        try:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            # Cancelled inside `send` (a slow reader that leaves), the generator is still suspended.
+            with anyio.CancelScope(shield=True):
+                await events.aclose()
+        async with self._send_lock:
+            self.active = False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _body(

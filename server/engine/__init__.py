@@ -1,4 +1,4 @@
 """The engine side: starting vLLM (or the stub), talking to it, checking it.
 
-vLLM is imported only here and in `server/protocol.py`.
+vLLM is imported only here and in `server/protocol/`.
 """

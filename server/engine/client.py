@@ -9,13 +9,14 @@ import contextlib
 import enum
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import anyio
 import structlog
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -28,7 +29,9 @@ from server.context import RequestContext
 from server.engine import build
 from server.engine.core import EngineCore, EngineStartError
 from server.engine.selfcheck import SelfCheckError, run_self_check
+from server.engine.sink import TokenSink
 from server.engine.stub_model import write_stub_model
+from server.engine.times import TokenTimes
 
 log = structlog.get_logger()
 
@@ -47,7 +50,7 @@ class EngineState(enum.StrEnum):
 
 
 class TrackedLLM(AsyncLLM):
-    """AsyncLLM that tells each request's context when its tokens came.
+    """AsyncLLM that tells each request's context when its tokens came, and knows the lean way.
 
     The serving classes name engine requests `<kind>-<id>` or `<kind>-<id>-<n>`, with the id we gave
     (`RequestContext.id`), which is how an output finds its context.
@@ -58,74 +61,83 @@ class TrackedLLM(AsyncLLM):
         self.contexts: WeakValueDictionary[str, RequestContext] = WeakValueDictionary()
         self._on_gap = on_gap
 
-    async def generate(
+    def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """As AsyncLLM.generate. Leaving the generator early aborts the request in the engine."""
+    ) -> "AsyncGenerator[RequestOutput, None] | LeanRequest":
+        """As AsyncLLM.generate; for a context marked `lean`, the request not yet sent (LeanRequest)."""
         ctx = self.contexts.get(request_id.split("-", 2)[1]) if "-" in request_id else None
-        async with aclosing(super().generate(prompt, sampling_params, request_id, **kwargs)) as outputs:
-            if ctx is None:
-                async for output in outputs:
-                    yield output
-                return
-            note = TokenTimes(ctx, self._on_gap, sampling_params.output_kind)
-            async for output in outputs:
-                note(output)
-                yield output
+        if ctx is None:
+            return super().generate(prompt, sampling_params, request_id, **kwargs)
+        streamed = sampling_params.output_kind is RequestOutputKind.DELTA
+        times = TokenTimes(ctx, self._on_gap, streamed=streamed)
+        if ctx.lean:
+            return LeanRequest(self, prompt, sampling_params, request_id, kwargs, TokenSink(times))
+        return _noting(super().generate(prompt, sampling_params, request_id, **kwargs), times)
 
 
-class TokenTimes:
-    """Notes the token times of one engine request on its context."""
+async def _noting(
+    outputs: AsyncGenerator[RequestOutput, None], times: TokenTimes
+) -> AsyncGenerator[RequestOutput, None]:
+    """The same outputs, noted. Leaving early closes `outputs`, which aborts the request in the engine."""
+    first = True
+    async with aclosing(outputs):
+        async for output in outputs:
+            now = time.monotonic()
+            if first:
+                times.prompt(len(output.prompt_token_ids or ()))
+                first = False
+            for choice in output.outputs:
+                if num_new := len(choice.token_ids):
+                    times.tokens(choice.index, num_new, now)
+            if output.finished:
+                times.finish(output.metrics)
+            yield output
 
-    def __init__(
-        self, ctx: RequestContext, on_gap: Callable[[float, int], None], kind: RequestOutputKind
-    ) -> None:
-        self._ctx = ctx
-        self._on_gap = on_gap
-        self._streamed = kind is RequestOutputKind.DELTA
-        self._prompt_counted = False
-        self._last: dict[int, float] = {}
-        self._tokens: dict[int, int] = defaultdict(int)
 
-    def __call__(self, output: RequestOutput) -> None:
-        """Takes one output of the engine: a delta of a stream, or the whole answer."""
-        ctx = self._ctx
-        now = time.monotonic()
-        for choice in output.outputs:
-            if num_new := len(choice.token_ids):
-                self._count(choice.index, num_new, now)
-        if not self._prompt_counted:
-            self._prompt_counted = True
-            ctx.prompt_tokens += len(output.prompt_token_ids or ())
-        if output.finished and output.metrics is not None:
-            self._engine_times(output.metrics)
+@dataclass
+class LeanRequest:
+    """A request of one choice of plain text, on its way to a TokenSink instead of a generator."""
 
-    def _count(self, index: int, num_new: int, now: float) -> None:
-        ctx = self._ctx
-        ctx.completion_tokens += num_new
-        self._tokens[index] += num_new
-        ctx.longest_choice_tokens = max(ctx.longest_choice_tokens, self._tokens[index])
-        if not self._streamed:
-            return
-        if ctx.first_token_at is None:
-            ctx.first_token_at = now
-        ctx.last_token_at = now
-        if index in self._last:
-            self._on_gap(now - self._last[index], num_new)
-        self._last[index] = now
+    llm: TrackedLLM
+    prompt: Any
+    params: SamplingParams
+    request_id: str
+    options: dict[str, Any]
+    sink: TokenSink
+    internal_id: str | None = None
 
-    def _engine_times(self, times: Any) -> None:
-        """The engine's own timestamps: monotonic, and of this host's clock (vllm/v1/metrics/stats.py)."""
-        ctx = self._ctx
-        if not times.scheduled_ts or not times.first_token_ts:
-            return
-        ctx.queue_s = max(0.0, times.scheduled_ts - times.queued_ts)
-        ctx.prefill_s = times.first_token_ts - times.scheduled_ts
-        ctx.decode_s = times.last_token_ts - times.first_token_ts
-        if not self._streamed:
-            # A non-stream answer shows up once, at its end: when its tokens came, the engine knows.
-            ctx.first_token_at = min(ctx.first_token_at or times.first_token_ts, times.first_token_ts)
-            ctx.last_token_at = max(ctx.last_token_at or 0.0, times.last_token_ts)
+    async def send(self) -> TokenSink:
+        """Hands the request to the engine, as AsyncLLM.add_request does for one choice."""
+        llm, options = self.llm, self.options
+        if llm.errored:
+            raise EngineDeadError
+        request = llm.input_processor.process_inputs(
+            self.request_id,
+            self.prompt,
+            self.params,
+            supported_tasks=await llm.get_supported_tasks(),
+            lora_request=options.get("lora_request"),
+            priority=options.get("priority", 0),
+        )
+        request.reasoning_ended = options.get("reasoning_ended")
+        llm.input_processor.assign_request_id(request)
+        llm._run_output_handler()
+        llm.check_admission(request_id=request.request_id)
+        self.internal_id = request.request_id
+        llm.output_processor.add_request(request, None, None, 0, self.sink)
+        self.sink.attach(llm.output_processor.request_states[request.request_id])
+        try:
+            await llm.engine_core.add_request_async(request)
+        except BaseException:
+            await self.abort()
+            raise
+        return self.sink
+
+    async def abort(self) -> None:
+        """Ends the request in the engine; harmless when it has ended or was never sent."""
+        if self.internal_id is not None and self.internal_id in self.llm.output_processor.request_states:
+            with anyio.CancelScope(shield=True):
+                await self.llm.abort(self.internal_id, internal=True)
 
 
 class Engine:

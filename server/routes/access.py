@@ -9,7 +9,7 @@ from auth.principal import Principal
 from auth.store import KeyStoreUnavailable
 from server.errors import unauthorized, unavailable
 from server.gateway import context_of, gateway_of
-from server.protocol import OpenAIProtocol
+from server.protocol.serving import OpenAIProtocol
 
 
 async def caller(request: Request) -> Principal:

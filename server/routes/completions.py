@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.context import RequestContext
 from server.gateway import context_of, gateway_of
-from server.protocol import Answer
+from server.protocol.serving import Answer
 from server.routes.access import ReadyProtocol
 from server.streaming import stream_response, until_disconnect
 

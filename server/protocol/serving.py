@@ -1,6 +1,6 @@
-"""The adapter to vLLM's OpenAI protocol: its request models and its serving classes.
+"""Chat and text completions by vLLM's request models and serving classes.
 
-With `server/engine/`, the only place that imports vLLM. Serving classes get no HTTP request: their headers
+The serving classes get no HTTP request: their headers
 could set priority, data-parallel rank, session and engine request id (vllm/entrypoints/generate/base/
 serving.py), and none of these is the client's to choose.
 """
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -27,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from server.config import Settings
 from server.context import RequestContext
 from server.errors import ApiError, internal_error, unavailable
+from server.protocol.lean import LeanServingChat
 from server.streaming import StreamBroken
 
 VLLM_SUFFIX = re.compile(r" \((parameter|value)=.*\)$", re.DOTALL)
@@ -39,6 +39,8 @@ SERVER_FIELDS = (
 )
 """Body fields that vLLM would obey and that are not the client's to set; they are ignored."""
 
+ENGINE_ERRORS = (EngineDeadError, EngineGenerateError, VLLMError, ValueError, TypeError, OverflowError)
+
 RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest)
 Answer = bytes | AsyncGenerator[bytes, None]
 
@@ -48,6 +50,8 @@ class OpenAIProtocol:
 
     def __init__(self, llm: Any, settings: Settings) -> None:
         name = settings.engine.public_model_name
+        self.lean = True
+        """Whether plain streams take the lean path; off, all take vLLM's (the reference in tests)."""
         self._models = OpenAIServingModels(llm, [BaseModelPath(name, name)])
         renderer = OnlineRenderer(
             llm.model_config,
@@ -56,7 +60,7 @@ class OpenAIProtocol:
             chat_template=None,
             chat_template_content_format="auto",
         )
-        self._chat = OpenAIServingChat(
+        self._chat = LeanServingChat(
             llm,
             self._models,
             "assistant",
@@ -85,6 +89,7 @@ class OpenAIProtocol:
         if not isinstance(messages, list) or not messages:
             raise ApiError(400, "'messages' must be a list of at least one message.", param="messages")
         request = _parse(ChatCompletionRequest, fields, ctx)
+        ctx.lean = self.lean and self._chat.is_plain(request)
         return await _serve(self._chat.create_chat_completion, request)
 
     async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
@@ -146,7 +151,7 @@ def _validation_error(error: ValidationError) -> ApiError:
 async def _serve(create: Any, request: Any) -> Answer:
     try:
         result = await create(request, None)
-    except (EngineDeadError, EngineGenerateError, VLLMError, ValueError, TypeError, OverflowError) as error:
+    except ENGINE_ERRORS as error:
         raise _exception(error) from error
     if isinstance(result, ErrorResponse):
         raise _api_error(result)
@@ -155,14 +160,17 @@ async def _serve(create: Any, request: Any) -> Answer:
     return _events(result)
 
 
-async def _events(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: AsyncGenerator[str | bytes, None]) -> AsyncGenerator[bytes, None]:
     """vLLM's SSE events as bytes; its error event becomes StreamBroken, since [DONE] would follow it."""
     try:
         async for chunk in chunks:
+            if isinstance(chunk, bytes):  # the lean path's
+                yield chunk
+                continue
             if chunk.startswith(ERROR_EVENT):
                 raise StreamBroken(_streamed_error(chunk))
             yield chunk.encode()
-    except (EngineDeadError, EngineGenerateError) as error:
+    except ENGINE_ERRORS as error:
         raise StreamBroken(_exception(error)) from error
     finally:
         await chunks.aclose()

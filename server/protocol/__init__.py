@@ -1,0 +1,1 @@
+"""The adapter to vLLM's OpenAI protocol. With `server/engine/`, the only place that imports vLLM."""

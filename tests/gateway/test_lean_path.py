@@ -1,0 +1,106 @@
+"""The lean token path against vLLM's own, byte for byte, on the same outputs."""
+
+import asyncio
+import json
+import os
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.config import Settings, StubSettings
+from server.context import RequestContext
+from server.engine import build
+
+BODIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "usage": {"stream_options": {"include_usage": True}},
+    "usage off": {"stream_options": {"include_usage": False}},
+    "one token": {"max_tokens": 1},
+    "natural end": {"max_tokens": None},
+    "stop string": {"stop": ["water", "river", "a"]},
+    "stop string kept": {"stop": ["water", "river"], "include_stop_str_in_output": True},
+    "temperature and seed": {"temperature": 0.5, "seed": 7, "top_p": 0.9},
+    "system message": {"messages": [{"role": "system", "content": "é 🦀"}, {"role": "user", "content": "x"}]},
+}
+NOT_PLAIN: dict[str, dict[str, Any]] = {
+    "two choices": {"n": 2},
+    "logprobs": {"logprobs": True},
+    "continuous usage": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    "token ids": {"return_token_ids": True},
+    "echo": {"echo": True},
+}
+
+
+async def _bytes(protocol: Any, engine: Any, body: dict[str, Any], *, lean: bool) -> tuple[bytes, bool]:
+    protocol.lean = lean
+    ctx = RequestContext("POST", "/v1/chat/completions")
+    engine.track(ctx)
+    events = await protocol.chat(json.dumps(body).encode(), ctx)
+    stream = b"".join([event async for event in events])
+    stream = re.sub(rb'"created":\d+', b'"created":0', stream.replace(ctx.id.encode(), b"ID"))
+    return stream, ctx.lean
+
+
+async def _both_ways() -> dict[str, tuple[bytes, bytes, bool]]:
+    from server.engine.client import Engine
+    from server.protocol.serving import OpenAIProtocol
+
+    # 30 tokens/s: each step is one frame on either path, however slow the machine is.
+    stub = StubSettings(tokens_per_s=30, output_tokens=8)
+    settings = Settings(engine={"kind": "stub"}, stub=stub)  # type: ignore[arg-type]
+    engine = Engine(settings, on_gap=lambda *_: None)
+    try:
+        protocol = OpenAIProtocol(await engine.start(), settings)
+        engine.become_ready()
+        found = {}
+        for name, change in (BODIES | NOT_PLAIN).items():
+            body = {"messages": [{"role": "user", "content": name}], "max_tokens": 6, "stream": True} | change
+            reference, _ = await _bytes(protocol, engine, body, lean=False)
+            ours, lean = await _bytes(protocol, engine, body, lean=True)
+            found[name] = (reference, ours, lean)
+        assert not engine.llm or not engine.llm.output_processor.request_states
+        return found
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture(scope="module")
+def both_ways() -> dict[str, tuple[bytes, bytes, bool]]:
+    """For each body: vLLM's bytes, ours, and whether ours took the lean path."""
+    before = dict(os.environ)
+    build.prepare_environment(Settings())
+    found = asyncio.run(_both_ways())
+    os.environ.clear()
+    os.environ.update(before)
+    return found
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_same_bytes(both_ways: dict[str, tuple[bytes, bytes, bool]], name: str) -> None:
+    """Ids and times aside, the client can't tell the paths apart."""
+    reference, ours, lean = both_ways[name]
+    assert lean
+    assert reference.count(b"data: ") > 2
+    assert ours == reference
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_the_rest_is_left_to_vllm(both_ways: dict[str, tuple[bytes, bytes, bool]], name: str) -> None:
+    """Anything but the text of one choice takes vLLM's loop."""
+    reference, ours, lean = both_ways[name]
+    assert not lean
+    assert ours == reference
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_text_is_escaped_as_pydantic_does(text: str) -> None:
+    """Quotes, control characters, other planes: our frame equals the dumped chunk."""
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+
+    from server.protocol.frames import ChatFrames
+
+    frames = ChatFrames("m", None).stream("chatcmpl-1", 7, usage=False)
+    assert DeltaMessage(content=text).model_dump_json(exclude_unset=True).encode() in frames.text(text)
