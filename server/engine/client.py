@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import anyio
 import structlog
+import vllm.envs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -184,6 +185,8 @@ class Engine:
         try:
             self.llm = await asyncio.to_thread(self._start_blocking)
             self._core.watch(self._died_in_thread)
+            # vLLM asks the environment for each token otherwise (its engine core does the same).
+            vllm.envs.enable_envs_cache()
             self.state = EngineState.CHECKING
             if self.settings.engine.kind == "vllm" and self.settings.selfcheck.enabled:
                 await run_self_check(self.llm, self.settings)

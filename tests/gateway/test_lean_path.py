@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.config import Settings, StubSettings
@@ -50,10 +50,10 @@ async def _both_ways() -> dict[str, tuple[bytes, bytes, bool]]:
 
     # 30 tokens/s: each step is one frame on either path, however slow the machine is.
     stub = StubSettings(tokens_per_s=30, output_tokens=8)
-    settings = Settings(engine={"kind": "stub"}, stub=stub)  # type: ignore[arg-type]
-    engine = Engine(settings, on_gap=lambda *_: None)
+    tree = Settings(engine={"kind": "stub"}, stub=stub)  # type: ignore[arg-type]
+    engine = Engine(tree, on_gap=lambda *_: None)
     try:
-        protocol = OpenAIProtocol(await engine.start(), settings)
+        protocol = OpenAIProtocol(await engine.start(), tree)
         engine.become_ready()
         found = {}
         for name, change in (BODIES | NOT_PLAIN).items():
@@ -95,6 +95,7 @@ def test_the_rest_is_left_to_vllm(both_ways: dict[str, tuple[bytes, bytes, bool]
     assert ours == reference
 
 
+@settings(deadline=None)  # the first example imports vLLM
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
 def test_text_is_escaped_as_pydantic_does(text: str) -> None:
     """Quotes, control characters, other planes: our frame equals the dumped chunk."""
