@@ -80,10 +80,14 @@ class RequestMetrics:
             ["model", "endpoint", "outcome"],
             registry=self.registry,
         )
+        self.in_flight = 0
+        """Generation requests being served by this process."""
         self._in_flight = Gauge(
-            "lapilli_requests_in_flight", "Generation requests being served.", registry=self.registry
+            "lapilli_requests_in_flight",
+            "Generation requests being served.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
-        self._ready = Gauge("lapilli_ready", "1 while requests can be served.", registry=self.registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         family = Histogram(
@@ -94,20 +98,18 @@ class RequestMetrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"lapilli_{name}", text, ["model"], registry=self.registry).labels(self._model)
 
-    def set_ready(self, ready: bool) -> None:
-        """Mirrors readiness."""
-        self._ready.set(ready)
-
     def begin(self, ctx: RequestContext) -> None:
         """A request has arrived."""
         if ctx.path in GENERATION_PATHS:
-            self._in_flight.inc()
+            self.in_flight += 1
+            self._in_flight.set(self.in_flight)
 
     def end(self, ctx: RequestContext, duration_s: float) -> None:
         """A request has ended, however it ended; called once for each `begin`."""
         if ctx.path not in GENERATION_PATHS:
             return
-        self._in_flight.dec()
+        self.in_flight -= 1
+        self._in_flight.set(self.in_flight)
         self._requests.labels(self._model, ctx.path, ctx.final_outcome()).inc()
         self.duration.observe(duration_s)
         self._tokens_in.inc(ctx.prompt_tokens)

@@ -5,7 +5,8 @@ from fastapi import FastAPI
 from server import __version__, errors
 from server.gateway import Gateway
 from server.middleware import BodyLimit, RequestScope
-from server.routes import completions, health, models
+from server.routes import completions, models
+from server.routes.health import health_router
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -13,8 +14,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Lapilli", version=__version__, redirect_slashes=False)
     app.state.gateway = gateway
     errors.install(app)
-    for routes in (completions, models, health):
-        app.include_router(routes.router)
+    for router in (completions.router, models.router, health_router(gateway.settings, gateway.health)):
+        app.include_router(router)
     # add_middleware puts each new layer outside the former: the last one is the outermost.
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes)
     app.add_middleware(RequestScope, metrics=gateway.metrics)

@@ -23,6 +23,7 @@ STATE_DATABASE = "lapilli/lapilli.db"
 SHORT_FLAGS = {
     "gateway.host": "--host",
     "gateway.port": "--port",
+    "gateway.workers": "--workers",
     "engine.kind": "--engine",
     "engine.model": "--model",
     "engine.served_model_name": "--served-model-name",
@@ -81,6 +82,7 @@ class GatewaySettings(Section):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all IPv4.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
+    workers: int = Field(1, ge=1, le=64, description="Gateway processes that share the engine and the port.")
     max_body_bytes: int = Field(
         4 * 2**20, ge=2**20, le=64 * 2**20, description="Largest request body in bytes, 1 MiB to 64 MiB."
     )
@@ -93,6 +95,13 @@ class GatewaySettings(Section):
     sse_ping_s: float = Field(
         15.0, gt=0, description="Seconds of silence in a stream before a keep-alive comment is sent."
     )
+
+
+class AdminSettings(Section):
+    """The port for probes and Prometheus, served apart from requests. Never open it to clients."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address of the admin port.")
+    port: int = Field(9090, ge=0, le=65535, description="TCP port of the admin port; 0 takes a free one.")
 
 
 class EngineSettings(Section):
@@ -134,6 +143,14 @@ class EngineSettings(Section):
     )
     start_timeout_s: float = Field(
         600.0, gt=0, description="Seconds the engine may take to start before the server gives up."
+    )
+    stall_limit_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds without a sign of life after which the engine is started again.",
+    )
+    max_restarts: int = Field(
+        5, ge=0, description="Engine restarts in a row (none serving for 10 minutes) before the server ends."
     )
     args: Annotated[dict[str, Any], BeforeValidator(_json_object)] = Field(
         {},
@@ -208,6 +225,7 @@ class Settings(BaseSettings):
     )
 
     gateway: GatewaySettings = GatewaySettings()
+    admin: AdminSettings = AdminSettings()
     engine: EngineSettings = EngineSettings()
     selfcheck: SelfCheckSettings = SelfCheckSettings()
     stub: StubSettings = StubSettings()

@@ -54,9 +54,10 @@ def unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
-    """503: it may work again after `retry_after_s` seconds."""
-    return ApiError(503, message, code="service_unavailable", headers={"Retry-After": str(retry_after_s)})
+def unavailable(message: str, retry_after_s: int = 1, *, close: bool = False) -> ApiError:
+    """503: it may work again after `retry_after_s` seconds; `close`: on another connection."""
+    headers = {"Retry-After": str(retry_after_s)} | ({"Connection": "close"} if close else {})
+    return ApiError(503, message, code="service_unavailable", headers=headers)
 
 
 def internal_error() -> ApiError:

@@ -10,7 +10,10 @@ from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
 from server.engine.client import Engine
+from server.health import Health
 from server.protocol.serving import OpenAIProtocol
+
+DRAINING = "the server is shutting down"
 
 
 @dataclass
@@ -22,7 +25,17 @@ class Gateway:
     metrics: RequestMetrics
     engine: Engine
     protocol: OpenAIProtocol | None = None
-    """vLLM's serving classes; None until the engine is ready."""
+    """vLLM's serving classes; None until the worker is attached to an engine."""
+    draining: bool = False
+    """Shutting down: running requests go on, new ones are refused."""
+
+    def health(self) -> Health:
+        """This worker's health."""
+        return Health(
+            ready=self.engine.ready and not self.draining,
+            state=str(self.engine.state),
+            reason=DRAINING if self.draining else self.engine.reason,
+        )
 
 
 def gateway_of(connection: HTTPConnection) -> Gateway:

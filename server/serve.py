@@ -1,16 +1,17 @@
-"""`lapilli serve`: checks everything, opens the port, loads the engine while /health says 503."""
+"""`lapilli serve`: checks everything, opens the ports, then hands over to the supervisor."""
 
 import asyncio
 import contextlib
 import importlib.util
-import signal
+import multiprocessing
+import os
 import socket
-from typing import TYPE_CHECKING
+import tempfile
+from multiprocessing import forkserver
+from pathlib import Path
 
 import structlog
-import uvicorn
 import uvloop
-from sse_starlette.sse import AppStatus
 
 from auth.store import KeyStore
 from server.config import Settings
@@ -18,12 +19,8 @@ from server.config_sources import Loaded, SettingsError
 from server.engine import build
 from server.logs import configure_logging
 
-if TYPE_CHECKING:
-    from server.gateway import Gateway
-
 log = structlog.get_logger()
 
-EXIT_FAILED = 1
 LISTEN_BACKLOG = 2048
 
 
@@ -37,105 +34,85 @@ def run(loaded: Loaded) -> None:
     configure_logging(settings.log)
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
-    listener = _listen(settings.gateway.host, settings.gateway.port)
+    listeners = _listeners(settings)
+    admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
     if settings.engine.kind == "vllm":
         build.resolve_model(settings)  # before the slow import of vLLM: a wrong folder is told at once
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        started = runner.run(_serve(settings, listener))
-    if not started:
-        raise SystemExit(EXIT_FAILED)
+    with tempfile.TemporaryDirectory(prefix="lapilli-") as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        # The workers are forked from a process that has imported everything once: they share its memory.
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["server.worker"])
+        forkserver.ensure_running()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(_serve(settings, listeners, admin, Path(folder)))
+    if code:
+        raise SystemExit(code)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listeners(settings: Settings) -> list[socket.socket]:
+    """One listening socket on the public port for each worker; the kernel spreads connections over them."""
+    gateway = settings.gateway
+    first = _listen("gateway", gateway.host, gateway.port, shared=False)
+    if gateway.workers == 1:
+        return [first]
+    port = first.getsockname()[1]
+    first.close()  # it has shown that the port is nobody else's: shared listening would not
+    return [_listen("gateway", gateway.host, port, shared=True) for _ in range(gateway.workers)]
+
+
+def _listen(section: str, host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A listening socket, so that a taken port is told before anything loads."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=shared)
     except OSError as error:
-        raise SettingsError(f"gateway: can't listen on {host} port {port}: {error.strerror}") from None
+        raise SettingsError(f"{section}: can't listen on {host} port {port}: {error.strerror}") from None
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> bool:
-    """Runs the server to its end; False when the engine did not start."""
+async def _serve(
+    settings: Settings, listeners: list[socket.socket], admin: socket.socket, folder: Path
+) -> int:
+    """Runs the supervisor to its end; returns the exit code."""
     # Here, not above: these import vLLM, which reads the environment that `run` has just prepared.
-    from metrics.requests import RequestMetrics
-    from server.app import create_app
-    from server.engine.client import Engine
-    from server.gateway import Gateway
+    from server.engine.stub_model import write_stub_model
+    from server.supervisor import Supervisor
 
-    keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
+    if settings.engine.kind == "stub":
+        model = str(write_stub_model(folder / "stub-model", settings.stub.max_model_len))
+    else:
+        model = build.resolve_model(settings)
+    config = build.vllm_config(settings, model)
+    key = await _first_key(settings)
+    url = _url(listeners[0])
+
+    def ready() -> None:
+        log.info(
+            "ready", url=url, model=settings.engine.public_model_name, engine=settings.engine.kind,
+            admin_url=_url(admin),
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            print(_banner(url, settings.engine.public_model_name, key), flush=True)
+
+    return await Supervisor(settings, config, listeners, admin, ready).run()
+
+
+async def _first_key(settings: Settings) -> str | None:
+    """The first API key where it was made just now, printed at once; else None."""
+    keys = KeyStore(settings.auth.database_url)
     await keys.open()
-    metrics = RequestMetrics(settings.engine.public_model_name)
-    gateway = Gateway(settings, keys, metrics, Engine(settings, metrics.gap))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(gateway),
-            http="httptools",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=settings.gateway.keep_alive_timeout_s,
-            timeout_graceful_shutdown=settings.gateway.drain_timeout_s,
-        )
-    )
-    _quiet_signals()
-    host, port = listener.getsockname()[:2]
-    starting = asyncio.create_task(_start(gateway, server, f"http://{host}:{port}"))
     try:
-        await server.serve(sockets=[listener])
+        key = await keys.ensure_first_key()
     finally:
-        await gateway.engine.stop()
-        starting.cancel()
-        (result,) = await asyncio.gather(starting, return_exceptions=True)
         await keys.close()
-    if isinstance(result, Exception):
-        raise result
-    return result is not False
-
-
-def _quiet_signals() -> None:
-    """uvicorn raises the signals it caught once more at its end; by then they have done their work.
-
-    sse-starlette would cut all streams at the first signal; uvicorn's drain limit bounds them instead.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    AppStatus.enable_automatic_graceful_drain = False
-
-
-async def _start(gateway: "Gateway", server: uvicorn.Server, url: str) -> bool:
-    """Brings the engine up behind the open port; False (and the server ends) when it does not start.
-
-    A failed self-check is no end: the server stays, not ready, and /health says why.
-    """
-    from server.engine.core import EngineStartError
-    from server.engine.selfcheck import SelfCheckError
-    from server.protocol.serving import OpenAIProtocol
-
-    engine = gateway.engine
-    key = await gateway.keys.ensure_first_key()
     if key is not None:
         print(f"First API key (shown only now): {key}", flush=True)
-    try:
-        llm = await engine.start()
-        gateway.protocol = OpenAIProtocol(llm, gateway.settings)
-        await asyncio.to_thread(gateway.protocol.warm_up)
-    except SelfCheckError as error:
-        log.error("not_ready", reason=str(error))
-        return True
-    except EngineStartError as error:
-        log.error("engine_start_failed", reason=str(error))
-        server.should_exit = True
-        return False
-    engine.become_ready()
-    log.info(
-        "ready", url=url, model=gateway.settings.engine.public_model_name, engine=engine.settings.engine.kind
-    )
-    with contextlib.suppress(OSError):
-        print(_banner(url, gateway.settings.engine.public_model_name, key), flush=True)
-    return True
+    return key
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{host}:{port}"
 
 
 def _banner(url: str, model: str, key: str | None) -> str:

@@ -1,23 +1,20 @@
-"""What the gateway asks of an engine: start, stop, state, and `llm`, which generates.
+"""What a gateway worker asks of an engine: attach, state, and `llm`, which generates.
 
-One class for both kinds of core (vLLM's, the stub's): they differ only in the process that `EngineCore`
-starts. `TrackedLLM` is vLLM's AsyncLLM, with token times noted on the request they belong to.
+One class for both kinds of core (vLLM's, the stub's): the worker sees no difference. `TrackedLLM` is
+vLLM's AsyncLLM, with token times noted on the request they belong to.
 """
 
 import asyncio
-import contextlib
+import copy
 import enum
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import anyio
-import structlog
 import vllm.envs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -27,14 +24,11 @@ from vllm.v1.executor import Executor
 
 from server.config import Settings
 from server.context import RequestContext
-from server.engine import build
-from server.engine.core import EngineCore, EngineStartError
-from server.engine.selfcheck import SelfCheckError, run_self_check
+from server.engine.core import EngineStartError
+from server.engine.selfcheck import run_self_check
 from server.engine.sink import TokenSink
-from server.engine.stub_model import write_stub_model
+from server.engine.table import RequestTable
 from server.engine.times import TokenTimes
-
-log = structlog.get_logger()
 
 
 class EngineState(enum.StrEnum):
@@ -142,97 +136,84 @@ class LeanRequest:
 
 
 class Engine:
-    """The engine and its life: configured in the constructor, started and stopped by the gateway."""
+    """A gateway worker's view of the engine: attached to a running core, lost with it, attached to the next.
 
-    def __init__(self, settings: Settings, on_gap: Callable[[float, int], None]) -> None:
-        """Checks the model and the engine's settings; loads nothing. Raises SettingsError.
+    The core is started, watched and ended by the supervisor (server/engine/host.py).
+    """
 
-        `on_gap(gap_s, num_tokens)` is called for each later output of a stream.
+    def __init__(
+        self, settings: Settings, config: Any, on_gap: Callable[[float, int], None], table: Any = None
+    ) -> None:
+        """`config` is vLLM's (build.vllm_config).
+
+        `on_gap(gap_s, num_tokens)` is called for each later output of a stream. `table` is the shared
+        memory of a RequestTable; None: nobody has to know this worker's requests.
         """
         self.settings = settings
+        self._config = config
         self._on_gap = on_gap
+        self._table = table
         self.state = EngineState.STARTING
         self.reason: str | None = None
         """Why the engine does not serve, for people; None in READY."""
         self.llm: TrackedLLM | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self.config = build.vllm_config(settings, self._model())
-        self._core = EngineCore(settings, self.config)
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def _model(self) -> str:
-        if self.settings.engine.kind == "vllm":
-            return build.resolve_model(self.settings)
-        self._folder = tempfile.TemporaryDirectory(prefix="lapilli-stub-")
-        return str(write_stub_model(Path(self._folder.name), self.settings.stub.max_model_len))
 
     @property
     def ready(self) -> bool:
         """Whether requests can be served now."""
         return self.state is EngineState.READY
 
-    @property
-    def core_pids(self) -> list[int]:
-        """Process ids of the engine core."""
-        return self._core.pids
+    async def attach(self, addresses: dict[str, Any], index: int = 0, count: int = 1) -> TrackedLLM:
+        """Becomes client `index` of `count` of the core behind `addresses`. Raises EngineStartError."""
+        self.close()
+        self.state = EngineState.CHECKING
+        self.llm = llm = await asyncio.to_thread(self._attach_blocking, addresses, index, count)
+        if self._table is not None:
+            llm.output_processor.request_states = RequestTable(self._table)
+        # vLLM asks the environment for each token otherwise (its engine core does the same).
+        vllm.envs.enable_envs_cache()
+        return llm
 
-    async def start(self) -> TrackedLLM:
-        """Starts the core and checks its numbers; `become_ready` is next.
-
-        Raises EngineStartError or SelfCheckError; `reason` says why, too.
-        """
-        self._loop = asyncio.get_running_loop()
+    def _attach_blocking(self, addresses: dict[str, Any], index: int, count: int) -> TrackedLLM:
+        config = copy.copy(self._config)
+        config.cache_config = copy.copy(config.cache_config)  # the core's figures are added to it
         try:
-            self.llm = await asyncio.to_thread(self._start_blocking)
-            self._core.watch(self._died_in_thread)
-            # vLLM asks the environment for each token otherwise (its engine core does the same).
-            vllm.envs.enable_envs_cache()
-            self.state = EngineState.CHECKING
-            if self.settings.engine.kind == "vllm" and self.settings.selfcheck.enabled:
-                await run_self_check(self.llm, self.settings)
-        except (EngineStartError, SelfCheckError) as error:
-            self._fail(str(error))
-            raise
-        except EngineDeadError:
-            self._fail("the engine core ended during the self-check")
-            raise EngineStartError(self.reason) from None
-        return self.llm
+            return TrackedLLM(
+                on_gap=self._on_gap,
+                vllm_config=config,
+                executor_class=Executor.get_class(config),
+                log_stats=True,
+                log_requests=False,
+                client_addresses=addresses,
+                client_count=count,
+                client_index=index,
+            )
+        except (TimeoutError, RuntimeError, OSError) as error:
+            raise EngineStartError(f"no connection to the engine core: {error}") from error
+
+    async def check(self) -> None:
+        """Checks the core's numbers; raises SelfCheckError, or EngineDeadError when it ends meanwhile."""
+        assert self.llm is not None
+        if self.settings.engine.kind == "vllm" and self.settings.selfcheck.enabled:
+            await run_self_check(self.llm, self.settings)
 
     def become_ready(self) -> None:
         """Requests can be served from now on; no effect on an engine that has ended meanwhile."""
         if self.state is EngineState.CHECKING:
             self.state = EngineState.READY
+            self.reason = None
 
-    def _start_blocking(self) -> TrackedLLM:
-        addresses = self._core.start()
-        try:
-            return TrackedLLM(
-                on_gap=self._on_gap,
-                vllm_config=self.config,
-                executor_class=Executor.get_class(self.config),
-                log_stats=True,
-                log_requests=False,
-                client_addresses=addresses,
-            )
-        except (TimeoutError, RuntimeError, OSError) as error:
-            self._core.stop()
-            raise EngineStartError(f"no connection to the engine core: {error}") from error
+    def lost(self, reason: str, *, failed: bool = False) -> None:
+        """The core is gone (or unusable: `failed`). All open requests fail at once.
 
-    def _fail(self, reason: str) -> None:
-        self.state = EngineState.FAILED
+        A client of a core that it did not start hears nothing of its death and would wait for ever.
+        """
+        self.state = EngineState.FAILED if failed else EngineState.DEAD
         self.reason = reason
+        self.fail_requests()
 
-    def _died_in_thread(self, reason: str) -> None:
-        if self._loop is not None:
-            # RuntimeError: the loop is closed, the server is gone, nobody waits for this news.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._died, reason)
-
-    def _died(self, reason: str) -> None:
-        """Fails all open requests: a shared client of a dead core hears nothing and would wait for ever."""
-        log.error("engine_died", reason=reason)
-        self.state = EngineState.DEAD
-        self.reason = reason
+    def fail_requests(self) -> None:
+        """Ends all open requests with an error; no further one is taken."""
         if self.llm is not None:
             self.llm.engine_core.resources.engine_dead = True
             self.llm.engine_core.outputs_queue.put_nowait(EngineDeadError())
@@ -242,13 +223,8 @@ class Engine:
         if self.llm is not None:
             self.llm.contexts[ctx.id] = ctx
 
-    async def stop(self) -> None:
-        """Ends the core and its client. Open requests are aborted."""
-        if self.state in (EngineState.READY, EngineState.CHECKING, EngineState.STARTING):
-            self.state = EngineState.STOPPED
-            self.reason = "the server is shutting down"
-        await asyncio.to_thread(self._core.stop)
+    def close(self) -> None:
+        """Lets go of the core; harmless when there is none."""
         if self.llm is not None:
             self.llm.shutdown()
-        if self._folder is not None:
-            self._folder.cleanup()
+            self.llm = None

@@ -32,20 +32,24 @@ class EngineCore:
         """Process ids of the core (one for each data-parallel rank)."""
         return [process.pid for process in self._processes]
 
-    def start(self) -> dict[str, Any]:
-        """Starts the core and waits until it is ready; returns the addresses its client has to bind.
+    def start(self, num_slots: int) -> list[dict[str, Any]]:
+        """Starts the core and waits until it is ready; returns the addresses that each client has to bind.
 
+        The core greets each of `num_slots` clients once, whenever it comes: a slot that was used is spent.
         Raises EngineStartError.
         """
         from vllm.v1.engine.utils import EngineZmqAddresses, get_engine_zmq_bind_addresses
 
-        bind = get_engine_zmq_bind_addresses(self._config, 1)
+        bind = get_engine_zmq_bind_addresses(self._config, num_slots)
         addresses = EngineZmqAddresses(inputs=bind.inputs, outputs=bind.outputs)
         if self._settings.engine.kind == "stub":
             self._start_stub(addresses)
         else:
             self._start_vllm(addresses)
-        return {"input_address": addresses.inputs[0], "output_address": addresses.outputs[0]}
+        return [
+            {"input_address": inputs, "output_address": outputs}
+            for inputs, outputs in zip(addresses.inputs, addresses.outputs, strict=True)
+        ]
 
     def _start_stub(self, addresses: Any) -> None:
         from server.engine import stub
@@ -85,10 +89,17 @@ class EngineCore:
         def wait_for_end() -> None:
             wait([process.sentinel for process in self._processes])
             if not self._stopping:
+                for process in self._processes:
+                    process.join(0.1)  # takes note of the exit code
                 codes = ", ".join(str(p.exitcode) for p in self._processes if p.exitcode is not None)
                 on_death(f"the engine core ended by itself (exit code {codes or 'unknown'})")
 
         threading.Thread(target=wait_for_end, name="engine-core-watch", daemon=True).start()
+
+    def kill(self) -> None:
+        """Ends the core at once; also one that is stopped (SIGSTOP) or deaf. `watch` reports it."""
+        for process in self._processes:
+            process.kill()
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the core; waits up to `timeout_s` seconds, then kills. Harmless when called again."""

@@ -8,7 +8,7 @@ from auth.keys import BadCredentials, parse_credentials
 from auth.principal import Principal
 from auth.store import KeyStoreUnavailable
 from server.errors import unauthorized, unavailable
-from server.gateway import context_of, gateway_of
+from server.gateway import DRAINING, context_of, gateway_of
 from server.protocol.serving import OpenAIProtocol
 
 
@@ -31,6 +31,8 @@ async def caller(request: Request) -> Principal:
 async def ready_protocol(request: Request, _caller: Annotated[Principal, Depends(caller)]) -> OpenAIProtocol:
     """The protocol of a ready engine; 503 before and after. The key is checked first."""
     gateway = gateway_of(request)
+    if gateway.draining:
+        raise unavailable(f"The server is not ready: {DRAINING}.", retry_after_s=5, close=True)
     if gateway.protocol is None or not gateway.engine.ready:
         reason = gateway.engine.reason or "the engine is starting"
         raise unavailable(f"The server is not ready: {reason}.", retry_after_s=5)

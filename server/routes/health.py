@@ -1,53 +1,41 @@
-"""/health, /livez, /readyz and /metrics: no key needed."""
+"""/health, /livez, /readyz and /metrics: no key needed. The same on the public and on the admin port."""
 
-from typing import Any
+import asyncio
+from collections.abc import Callable
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from server import __version__
-from server.gateway import Gateway, gateway_of
-
-router = APIRouter()
-
-
-def health_body(gateway: Gateway) -> dict[str, Any]:
-    """What /health says: readiness, the model, the engine's kind and state, why it is not ready."""
-    engine = gateway.engine
-    return {
-        "ready": engine.ready,
-        "model": gateway.settings.engine.public_model_name,
-        "engine": {"kind": gateway.settings.engine.kind, "state": str(engine.state)},
-        "reason": engine.reason,
-        "version": __version__,
-    }
+from metrics.page import metrics_page
+from server.config import Settings
+from server.health import Health
 
 
-@router.get("/health")
-async def health(request: Request) -> JSONResponse:
-    """200 while requests can be served, else 503; the body says why."""
-    body = health_body(gateway_of(request))
-    return JSONResponse(body, 200 if body["ready"] else 503)
+def health_router(settings: Settings, health: Callable[[], Health]) -> APIRouter:
+    """Routes that tell what `health()` says."""
+    router = APIRouter()
 
+    @router.get("/health")
+    async def health_() -> JSONResponse:
+        """200 while requests can be served, else 503; the body says why."""
+        now = health()
+        return JSONResponse(now.body(settings), 200 if now.ready else 503)
 
-@router.get("/livez")
-async def livez() -> PlainTextResponse:
-    """200 while the process answers at all."""
-    return PlainTextResponse("ok\n")
+    @router.get("/livez")
+    async def livez() -> PlainTextResponse:
+        """200 while the process answers at all."""
+        return PlainTextResponse("ok\n")
 
+    @router.get("/readyz")
+    async def readyz() -> PlainTextResponse:
+        """200 while requests can be served, else 503."""
+        ready = health().ready
+        return PlainTextResponse("ready\n" if ready else "not ready\n", 200 if ready else 503)
 
-@router.get("/readyz")
-async def readyz(request: Request) -> PlainTextResponse:
-    """200 while requests can be served, else 503."""
-    ready = gateway_of(request).engine.ready
-    return PlainTextResponse("ready\n" if ready else "not ready\n", 200 if ready else 503)
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text over all processes: `lapilli_*`, `vllm:*`, and `process_*` of this one."""
+        return Response(await asyncio.to_thread(metrics_page), media_type=CONTENT_TYPE_LATEST)
 
-
-@router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    """Prometheus text: the gateway's `lapilli_*` series, then vLLM's `vllm:*` and the process's own."""
-    gateway = gateway_of(request)
-    gateway.metrics.set_ready(gateway.engine.ready)
-    page = generate_latest(gateway.metrics.registry) + generate_latest(REGISTRY)
-    return Response(page, media_type=CONTENT_TYPE_LATEST)
+    return router

@@ -1,0 +1,65 @@
+"""The supervisor's own line to the engine core: client slot 0.
+
+Slot 0 is special: the core sends the statistics of steps without outputs there (vllm/v1/core/sched/
+scheduler.py), so it must never be a worker that can die. Over it go the heartbeat, which has to pass through
+the core's main loop to tell a stalled or deaf core from a healthy one, and the aborts of dead workers'
+requests.
+"""
+
+import asyncio
+import contextlib
+import copy
+from typing import Any
+
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+
+class EngineLink:
+    """Client 0 of an engine core. The constructor blocks until the core's greeting is there."""
+
+    def __init__(self, config: Any, addresses: dict[str, Any], num_slots: int) -> None:
+        config = copy.copy(config)
+        config.cache_config = copy.copy(config.cache_config)  # the greeting's block counts are added to it
+        self._client: Any = EngineCoreClient.make_async_mp_client(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=True,
+            client_addresses=addresses,
+            client_count=num_slots,
+            client_index=0,
+        )
+        self._statistics = PrometheusStatLogger(config, self._client.engine_ranks_managed)
+        self._reader: asyncio.Task[None] | None = None
+
+    def listen(self) -> None:
+        """Starts taking in statistics; call it on the event loop."""
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        with contextlib.suppress(EngineDeadError):
+            while True:
+                outputs = await self._client.get_output_async()
+                if outputs.scheduler_stats is not None:
+                    self._statistics.record(outputs.scheduler_stats, None, engine_idx=outputs.engine_index)
+
+    async def ping(self, limit_s: float) -> bool:
+        """Whether the core's main loop answers within `limit_s` seconds."""
+        try:
+            await asyncio.wait_for(self._client.get_supported_tasks_async(), limit_s)
+        except (TimeoutError, EngineDeadError):
+            return False
+        return True
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ends these requests (internal ids) in the engine; ids it does not know are ignored."""
+        with contextlib.suppress(EngineDeadError):
+            await self._client.abort_requests_async(request_ids)
+
+    def close(self) -> None:
+        """Closes the line."""
+        if self._reader is not None:
+            self._reader.cancel()
+        self._client.shutdown()

@@ -1,0 +1,184 @@
+"""A gateway worker: one process with one event loop that serves HTTP on the shared port."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import setproctitle
+import structlog
+import uvicorn
+import uvloop
+from sse_starlette.sse import AppStatus
+
+from auth.store import KeyStore
+from metrics.requests import RequestMetrics
+from server.app import create_app
+from server.config import Settings
+from server.engine.client import Engine
+from server.engine.core import EngineStartError
+from server.engine.selfcheck import SelfCheckError
+from server.gateway import Gateway
+from server.logs import configure_logging
+from server.messages import Attach, Attached, Channel, Check, Checked, Drain, EngineLost, Hello, Serve
+from server.protocol.serving import OpenAIProtocol
+
+log = structlog.get_logger()
+
+POLL_S = 0.05
+CUT_LIMIT_S = 5
+"""Seconds that streams cut by the drain limit have to write their error event."""
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker is started with; it travels to the new process once."""
+
+    name: str
+    settings: Settings
+    config: Any
+    """vLLM's VllmConfig, made and checked by the supervisor."""
+    listener: socket.socket
+    channel: Connection
+    table: Any
+    """Shared memory of the worker's RequestTable."""
+
+
+def run(plan: WorkerPlan) -> None:
+    """Entry point of the process; returns when the supervisor says so or is gone."""
+    setproctitle.setproctitle(f"lapilli-{plan.name}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
+    configure_logging(plan.settings.log)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(plan))
+
+
+async def _serve(plan: WorkerPlan) -> None:
+    settings = plan.settings
+    keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
+    await keys.open()
+    metrics = RequestMetrics(settings.engine.public_model_name)
+    gateway = Gateway(settings, keys, metrics, Engine(settings, plan.config, metrics.gap, plan.table))
+    server = QuietServer(http_config(create_app(gateway), settings))
+    worker = Worker(gateway, server, Channel(plan.channel))
+    try:
+        await asyncio.gather(server.serve(sockets=[plan.listener]), worker.greet())
+    finally:
+        worker.close()
+        await keys.close()
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn's server without its signal handling: when to stop is the supervisor's to say."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+
+def http_config(app: Any, settings: Settings) -> uvicorn.Config:
+    """uvicorn's settings for the public and the admin port."""
+    # Streams end by our drain limit; sse-starlette would cut them at the first sign of an end.
+    AppStatus.enable_automatic_graceful_drain = False
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=settings.gateway.keep_alive_timeout_s,
+        timeout_graceful_shutdown=CUT_LIMIT_S,
+    )
+
+
+class Worker:
+    """The worker's side of the conversation with the supervisor."""
+
+    def __init__(self, gateway: Gateway, server: uvicorn.Server, channel: Channel) -> None:
+        self._gateway = gateway
+        self._server = server
+        self._channel = channel
+        self._core_pids: tuple[int, ...] = ()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def greet(self) -> None:
+        """Tells the supervisor once the port answers."""
+        self._channel.listen(self._receive, self._orphaned)
+        while not self._server.started and not self._server.should_exit:
+            await asyncio.sleep(POLL_S)
+        self._channel.send(Hello())
+
+    def close(self) -> None:
+        """Lets go of engine and pipe."""
+        for task in self._tasks:
+            task.cancel()
+        self._channel.close()
+        self._gateway.engine.close()
+
+    def _receive(self, message: Any) -> None:
+        match message:
+            case Attach():
+                self._core_pids = message.core_pids
+                self._spawn(self._attach(message))
+            case Check():
+                self._spawn(self._check())
+            case Serve():
+                self._gateway.engine.become_ready()
+            case EngineLost():
+                self._gateway.engine.lost(message.reason, failed=message.failed)
+            case Drain():
+                self._spawn(self._drain(message.limit_s))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _attach(self, message: Attach) -> None:
+        try:
+            llm = await self._gateway.engine.attach(message.addresses, message.index, message.count)
+        except EngineStartError as error:
+            self._channel.send(Attached(str(error)))
+            return
+        self._gateway.protocol = protocol = OpenAIProtocol(llm, self._gateway.settings)
+        await asyncio.to_thread(protocol.warm_up)
+        self._channel.send(Attached())
+
+    async def _check(self) -> None:
+        try:
+            await self._gateway.engine.check()
+        except SelfCheckError as error:
+            self._channel.send(Checked(str(error)))
+        else:
+            self._channel.send(Checked())
+
+    async def _drain(self, limit_s: float) -> None:
+        """Refuses new requests, waits for the running ones, ends the rest with an error event."""
+        self._gateway.draining = True
+        await self._until_idle(limit_s)
+        if self._gateway.metrics.in_flight:
+            log.warning("drain_limit", limit_s=limit_s, requests=self._gateway.metrics.in_flight)
+            self._gateway.engine.fail_requests()
+            await self._until_idle(CUT_LIMIT_S)
+        self._server.should_exit = True
+
+    async def _until_idle(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while self._gateway.metrics.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+
+    def _orphaned(self) -> None:
+        """The supervisor is gone without a word (kill -9): nobody else would end the engine core."""
+        log.critical("supervisor_gone")
+        for pid in self._core_pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._server.should_exit = self._server.force_exit = True
