@@ -89,6 +89,17 @@ class GatewaySettings(Section):
     keep_alive_timeout_s: int = Field(
         75, ge=1, description="Seconds an idle connection is kept open for a next request."
     )
+    request_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds a client may take to connect and send a request, head and body.",
+    )
+    read_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds a client may leave its answer unread (buffers full); then it is cut."
+    )
+    max_requests_in_flight: int = Field(
+        2048, ge=1, description="Most requests a worker holds at a time; further ones get 503."
+    )
     drain_timeout_s: int = Field(
         30, ge=0, description="Seconds that running requests may take to finish after SIGTERM or SIGINT."
     )

@@ -22,6 +22,7 @@ from server.logs import configure_logging
 log = structlog.get_logger()
 
 LISTEN_BACKLOG = 2048
+SEND_BUFFER_BYTES = 2**18
 
 
 def run(loaded: Loaded) -> None:
@@ -65,7 +66,12 @@ def _listen(section: str, host: str, port: int, *, shared: bool = False) -> sock
     """A listening socket, so that a taken port is told before anything loads."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=shared)
+        listener = socket.create_server(
+            (host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=shared
+        )
+        # Connections inherit it; by itself the kernel would buffer megabytes for each slow reader.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        return listener
     except OSError as error:
         raise SettingsError(f"{section}: can't listen on {host} port {port}: {error.strerror}") from None
 

@@ -21,6 +21,7 @@ from auth.store import KeyStore
 from metrics.requests import RequestMetrics
 from server.app import create_app
 from server.config import Settings
+from server.connection import connection_class
 from server.engine.client import Engine
 from server.engine.core import EngineStartError
 from server.engine.selfcheck import SelfCheckError
@@ -89,7 +90,7 @@ def http_config(app: Any, settings: Settings) -> uvicorn.Config:
     AppStatus.enable_automatic_graceful_drain = False
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=connection_class(settings.gateway.request_timeout_s, settings.gateway.read_timeout_s),
         lifespan="off",
         log_config=None,
         access_log=False,

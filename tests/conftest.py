@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -43,6 +44,7 @@ class Server:
 
     url: str
     process: "subprocess.Popen[bytes]"
+    admin_url: str
     log: Path
     state: Path
 
@@ -71,14 +73,25 @@ class Server:
         except httpx.TransportError:
             return 0
 
+    def whole_health(self) -> dict[str, Any]:
+        """/health of the admin port: of all workers together."""
+        return dict(httpx.get(f"{self.admin_url}/health", timeout=5).json())
+
     def wait_ready(self) -> None:
-        """Waits until /health is 200."""
-        poll(lambda: self.health() == 200 or self.process.poll() is not None, "server ready", START_LIMIT_S)
+        """Waits until /health is 200 and all workers serve."""
+
+        def ready() -> bool:
+            if self.process.poll() is not None:
+                return True
+            workers = self.whole_health()["workers"] if self.health() == 200 else {"serving": 0, "of": 1}
+            return bool(workers["serving"] == workers["of"])
+
+        poll(ready, "server ready", START_LIMIT_S)
         assert self.process.poll() is None, self.text
 
     def metric(self, name: str) -> float:
         """Sum over all series of one metric (`name` may carry labels)."""
-        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        page = httpx.get(f"{self.admin_url}/metrics", timeout=10).text
         lines = [line for line in page.splitlines() if line.startswith(name)]
         whole = [line for line in lines if "{" in name or line[len(name)] in " {"]
         return sum(float(line.rsplit(" ", 1)[1]) for line in whole)
@@ -101,16 +114,17 @@ class Server:
 @contextmanager
 def running(folder: Path, *flags: str, wait: bool = True) -> Iterator[Server]:
     """A server with `flags`, its state in `folder`; ended (and its engine with it) on leaving."""
-    port = free_port()
+    port, admin = free_port(), free_port()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
     env = os.environ | {"XDG_STATE_HOME": str(folder), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", "--port", str(port), "--log.format", "json", *flags],
+            [sys.executable, "-m", "server", "serve", "--port", str(port), "--admin.port", str(admin),
+             "--log.format", "json", *flags],
             cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    server = Server(f"http://127.0.0.1:{port}", process, log, folder)
+    server = Server(f"http://127.0.0.1:{port}", process, f"http://127.0.0.1:{admin}", log, folder)
     try:
         if wait:
             server.wait_ready()

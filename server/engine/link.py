@@ -15,6 +15,9 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import SchedulerStats
+
+REPEAT_S = (0.5, 3.0)
 
 
 class EngineLink:
@@ -33,6 +36,7 @@ class EngineLink:
         )
         self._statistics = PrometheusStatLogger(config, self._client.engine_ranks_managed)
         self._reader: asyncio.Task[None] | None = None
+        self._last: Any = None
 
     def listen(self) -> None:
         """Starts taking in statistics; call it on the event loop."""
@@ -42,8 +46,24 @@ class EngineLink:
         with contextlib.suppress(EngineDeadError):
             while True:
                 outputs = await self._client.get_output_async()
-                if outputs.scheduler_stats is not None:
-                    self._statistics.record(outputs.scheduler_stats, None, engine_idx=outputs.engine_index)
+                if (stats := outputs.scheduler_stats) is not None:
+                    self._statistics.record(stats, None, engine_idx=outputs.engine_index)
+                    self._last = stats
+                    if not stats.num_running_reqs and not stats.num_waiting_reqs:
+                        for delay_s in REPEAT_S:
+                            asyncio.get_running_loop().call_later(
+                                delay_s, self._repeat, stats, outputs.engine_index
+                            )
+
+    def _repeat(self, stats: SchedulerStats, engine_idx: int) -> None:
+        """Says once more that the engine is idle.
+
+        A worker that lags may have written an earlier step's gauges over it, and an idle engine says no more.
+        When the engine works again meanwhile, the next step's gauges correct this one.
+        """
+        if self._last is stats:
+            idle = SchedulerStats(kv_cache_usage=stats.kv_cache_usage)  # no counts: they are recorded already
+            self._statistics.record(idle, None, engine_idx=engine_idx)
 
     async def ping(self, limit_s: float) -> bool:
         """Whether the core's main loop answers within `limit_s` seconds."""

@@ -33,6 +33,8 @@ async def ready_protocol(request: Request, _caller: Annotated[Principal, Depends
     gateway = gateway_of(request)
     if gateway.draining:
         raise unavailable(f"The server is not ready: {DRAINING}.", retry_after_s=5, close=True)
+    if gateway.metrics.in_flight > gateway.settings.gateway.max_requests_in_flight:
+        raise unavailable("The server has too many requests in flight.")
     if gateway.protocol is None or not gateway.engine.ready:
         reason = gateway.engine.reason or "the engine is starting"
         raise unavailable(f"The server is not ready: {reason}.", retry_after_s=5)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 import httpx
@@ -137,7 +138,7 @@ def test_wrong_numbers_keep_the_server_not_ready(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_of_the_engine_process(tmp_path: Path) -> None:
-    """kill -9 of vLLM's engine core: an open stream ends with an error event, /health turns 503."""
+    """kill -9 of vLLM's engine core: an open stream ends with an error event, /health turns 503 and back."""
     body = {"messages": FRANCE, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with running(tmp_path, "--selfcheck.enabled", "false") as server:
         with server.client() as client, client.stream("POST", CHAT, json=body) as answer:
@@ -149,4 +150,30 @@ def test_kill_of_the_engine_process(tmp_path: Path) -> None:
         assert not done
         assert events[-1]["error"]["code"] == "service_unavailable"
         poll(lambda: server.health() == 503, "not ready after the engine's death", 2)
-        assert httpx.get(f"{server.url}/health").json()["engine"]["state"] == "dead"
+        server.wait_ready()
+        with server.client() as client:
+            assert client.post(CHAT, json={"messages": FRANCE, "max_tokens": 1}).status_code == 200
+        assert server.metric("lapilli_engine_restarts_total") == 1
+
+
+@pytest.mark.slow
+def test_kv_exhaustion(tmp_path: Path) -> None:
+    """With room for a fraction of the requests' KV blocks, preempted ones are taken up again: all end."""
+    flags = ("--selfcheck.enabled", "false", "--max-model-len", "512")
+    with running(tmp_path, *flags, "--engine.args", '{"num_gpu_blocks_override": 6}') as server:
+        ends: list[str] = []
+
+        def one(number: int) -> None:
+            body = {"messages": [{"role": "user", "content": f"Count from {number}."}], "max_tokens": 200}
+            with server.client() as client:
+                answer = client.post(CHAT, json=body | {"ignore_eos": True}, timeout=240)
+            ends.append(answer.json()["choices"][0]["finish_reason"])
+
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ends == ["length"] * 12
+        assert server.metric("vllm:num_preemptions_total") > 0
+        poll(server.drained, "drained")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,16 +45,21 @@ async def _bytes(protocol: Any, engine: Any, body: dict[str, Any], *, lean: bool
     return stream, ctx.lean
 
 
-async def _both_ways() -> dict[str, tuple[bytes, bytes, bool]]:
+async def _both_ways(folder: Path) -> dict[str, tuple[bytes, bytes, bool]]:
     from server.engine.client import Engine
+    from server.engine.core import EngineCore
+    from server.engine.stub_model import write_stub_model
     from server.protocol.serving import OpenAIProtocol
 
     # 30 tokens/s: each step is one frame on either path, however slow the machine is.
     stub = StubSettings(tokens_per_s=30, output_tokens=8)
     tree = Settings(engine={"kind": "stub"}, stub=stub)  # type: ignore[arg-type]
-    engine = Engine(tree, on_gap=lambda *_: None)
+    config = build.vllm_config(tree, str(write_stub_model(folder, stub.max_model_len)))
+    core = EngineCore(tree, config)
+    engine = Engine(tree, config, on_gap=lambda *_: None)
     try:
-        protocol = OpenAIProtocol(await engine.start(), tree)
+        (addresses,) = await asyncio.to_thread(core.start, 1)
+        protocol = OpenAIProtocol(await engine.attach(addresses), tree)
         engine.become_ready()
         found = {}
         for name, change in (BODIES | NOT_PLAIN).items():
@@ -64,15 +70,16 @@ async def _both_ways() -> dict[str, tuple[bytes, bytes, bool]]:
         assert not engine.llm or not engine.llm.output_processor.request_states
         return found
     finally:
-        await engine.stop()
+        engine.close()
+        core.stop()
 
 
 @pytest.fixture(scope="module")
-def both_ways() -> dict[str, tuple[bytes, bytes, bool]]:
+def both_ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bytes, bytes, bool]]:
     """For each body: vLLM's bytes, ours, and whether ours took the lean path."""
     before = dict(os.environ)
     build.prepare_environment(Settings())
-    found = asyncio.run(_both_ways())
+    found = asyncio.run(_both_ways(tmp_path_factory.mktemp("model")))
     os.environ.clear()
     os.environ.update(before)
     return found

@@ -1,0 +1,197 @@
+"""Two workers on one engine: what dies is replaced, what runs goes on, and SIGTERM cuts nobody early."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests import sse
+from tests.conftest import Server, children, poll, running
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "go on"}], "ignore_eos": True, "stream": True}
+STUB = ("--engine", "stub", "--gateway.workers", "2", "--engine.stall_limit_s", "4")
+
+
+class Streams:
+    """Streams that are read side by side; `ends` fills as they end."""
+
+    def __init__(self, server: Server, count: int, max_tokens: int) -> None:
+        self.started = threading.Semaphore(0)
+        self.ends: list[tuple[list[dict[str, Any]], bool] | str] = []
+        self._threads = [threading.Thread(target=self._one, args=(server, max_tokens)) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+        for _ in range(count):
+            assert self.started.acquire(timeout=30)
+
+    def _one(self, server: Server, max_tokens: int) -> None:
+        try:
+            with (
+                server.client() as client,
+                client.stream("POST", CHAT, json=BODY | {"max_tokens": max_tokens}) as answer,
+            ):
+                lines = answer.iter_lines()
+                next(lines)
+                self.started.release()
+                self.ends.append(sse.read(lines))
+        except httpx.TransportError as error:
+            self.ends.append(type(error).__name__)
+
+    def wait(self) -> list[tuple[list[dict[str, Any]], bool] | str]:
+        """How each of them ended."""
+        for thread in self._threads:
+            thread.join(60)
+        return self.ends
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A stub with two workers; each test leaves it as it found it."""
+    with running(tmp_path_factory.mktemp("pair"), *STUB) as server:
+        yield server
+
+
+def _whole(server: Server) -> bool:
+    health = server.whole_health()
+    return bool(health["ready"] and health["workers"]["serving"] == 2)
+
+
+def _canary(server: Server) -> None:
+    with server.client() as client:
+        answer = client.post(CHAT, json=BODY | {"stream": False, "max_tokens": 1}, timeout=5)
+    assert answer.status_code == 200
+
+
+def test_a_killed_worker_is_replaced(pair: Server) -> None:
+    """Its streams are cut and aborted in the engine; the other's run to their end; the port stays open."""
+    streams = Streams(pair, 12, max_tokens=150)
+    (first,) = children(pair.process.pid, "lapilli-worker-1")
+    os.kill(first, signal.SIGKILL)
+    ends = streams.wait()
+    cut = [end for end in ends if isinstance(end, str)]
+    whole = [end for end in ends if not isinstance(end, str) and end[1]]
+    assert len(cut) + len(whole) == 12
+    assert whole, "the other worker's streams were cut too"
+    poll(pair.drained, "the dead worker's requests are gone from the engine", 15)
+    poll(lambda: _whole(pair), "replaced", 60)
+    (replaced,) = children(pair.process.pid, "lapilli-worker-1")
+    assert replaced != first
+    for _ in range(8):  # spread over both workers
+        _canary(pair)
+    assert pair.metric("lapilli_engine_restarts_total") == 0
+
+
+def test_requests_of_a_killed_worker_do_not_run_on(pair: Server) -> None:
+    """The engine would run them to max_tokens, since nobody else aborts them."""
+    streams = Streams(pair, 8, max_tokens=30_000)
+    for worker in children(pair.process.pid, "lapilli-worker"):
+        os.kill(worker, signal.SIGKILL)
+    assert all(isinstance(end, str) for end in streams.wait())
+    poll(lambda: pair.metric("vllm:num_requests_running") == 0, "aborted in the engine", 15)
+    poll(lambda: _whole(pair), "both replaced", 60)
+    _canary(pair)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGKILL, "ended by itself"), (signal.SIGSTOP, "answered")]
+)
+def test_engine_death_and_stall(pair: Server, number: signal.Signals, says: str) -> None:
+    """Open streams end with an error event, not ready meanwhile, and the engine is started again."""
+    restarts = pair.metric("lapilli_engine_restarts_total")
+    streams = Streams(pair, 4, max_tokens=30_000)
+    (core,) = children(pair.process.pid, "spawn_main")
+    os.kill(core, number)
+    if number is signal.SIGKILL:
+        poll(lambda: not pair.whole_health()["ready"], "not ready after the engine's death", 2)
+    poll(lambda: not pair.whole_health()["ready"], "not ready once the stall is seen", 10)
+    assert says in pair.whole_health()["reason"]
+    for end in streams.wait():
+        assert not isinstance(end, str)
+        events, done = end
+        assert not done
+        assert events[-1]["error"]["code"] == "service_unavailable"
+    poll(lambda: _whole(pair), "the engine is back", 120)
+    _canary(pair)
+    assert pair.metric("lapilli_engine_restarts_total") == restarts + 1
+    poll(pair.drained, "drained")
+
+
+def test_an_engine_that_keeps_dying_ends_the_server(tmp_path: Path) -> None:
+    """With no restart left the exit code is 1, and no process stays behind."""
+    with running(tmp_path, "--engine", "stub", "--engine.max_restarts", "0") as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        (core,) = children(server.process.pid, "spawn_main")
+        os.kill(core, signal.SIGKILL)
+        assert server.process.wait(30) == 1
+        assert "engine_given_up" in server.text
+        poll(lambda: not any(child.is_running() for child in family), "no process left")
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    """Running streams get their end; readiness is false at once; new requests get 503 and no connection."""
+    with running(tmp_path, *STUB) as server, ExitStack() as stack:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        keepers = [stack.enter_context(server.client()) for _ in range(6)]
+        for keeper in keepers:  # connections that stay open, on both workers
+            assert keeper.get("/v1/models").status_code == 200
+        streams = Streams(server, 6, max_tokens=100)
+        server.process.send_signal(signal.SIGTERM)
+        poll(lambda: httpx.get(f"{server.admin_url}/readyz").status_code == 503, "not ready at once", 1)
+        for keeper in keepers:
+            refused = keeper.post(CHAT, json=BODY)
+            assert refused.status_code == 503
+            assert refused.headers["connection"] == "close"
+            assert int(refused.headers["retry-after"]) >= 1
+        for end in streams.wait():
+            assert not isinstance(end, str)
+            events, done = end
+            assert done
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(30) == 0
+        poll(lambda: not any(child.is_running() for child in family), "no process left")
+
+
+def test_drain_limit_and_second_signal(tmp_path: Path) -> None:
+    """At the limit the rest gets an error event, exit 0; a second SIGTERM does not wait for the limit."""
+    for limit_s, signals in (("1", 1), ("600", 2)):
+        with running(tmp_path / limit_s, *STUB, "--gateway.drain_timeout_s", limit_s) as server:
+            streams = Streams(server, 4, max_tokens=30_000)
+            server.process.send_signal(signal.SIGTERM)
+            if signals == 2:
+                poll(lambda: httpx.get(f"{server.admin_url}/readyz").status_code == 503, "draining")
+                server.process.send_signal(signal.SIGTERM)
+            ends = streams.wait()
+            assert server.process.wait(30) == 0
+            if signals == 1:
+                for end in ends:
+                    assert not isinstance(end, str)
+                    assert end[0][-1]["error"]["code"] == "service_unavailable"
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    """kill -9 of the supervisor: workers and engine core see it and end."""
+    with running(tmp_path, *STUB) as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(family) >= 4
+        server.process.kill()
+        server.process.wait()
+        deadline = time.monotonic() + 20
+        while any(_alive(child) for child in family) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [child for child in family if _alive(child)]
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
