@@ -59,6 +59,7 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _serve(settings: Settings, listener: socket.socket) -> bool:
     """Runs the server to its end; False when the engine did not start."""
     # Here, not above: these import vLLM, which reads the environment that `run` has just prepared.
+    from metrics import batched
     from metrics.requests import RequestMetrics
     from server.app import create_app
     from server.engine.client import Engine
@@ -67,7 +68,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> bool:
     keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
     await keys.open()
     metrics = RequestMetrics(settings.engine.public_model_name)
-    gateway = Gateway(settings, keys, metrics, Engine(settings, metrics.gap))
+    gateway = Gateway(settings, keys, metrics, Engine(settings, metrics.gap, metrics.lag))
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(gateway),
@@ -82,11 +83,13 @@ async def _serve(settings: Settings, listener: socket.socket) -> bool:
     )
     _quiet_signals()
     host, port = listener.getsockname()[:2]
+    flushing = asyncio.create_task(batched.keep_flushing())
     starting = asyncio.create_task(_start(gateway, server, f"http://{host}:{port}"))
     try:
         await server.serve(sockets=[listener])
     finally:
         await gateway.engine.stop()
+        flushing.cancel()
         starting.cancel()
         (result,) = await asyncio.gather(starting, return_exceptions=True)
         await keys.close()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -76,6 +77,7 @@ async def stream_response(
             raise error.error from error
         raise
     return EventStream(
+        ctx,
         _body(ctx, first, events),
         ping=ping_s,
         sep="\n",
@@ -86,22 +88,47 @@ async def stream_response(
 class EventStream(EventSourceResponse):
     """sse-starlette's response (pings, disconnect, shutdown) fed with whole events as bytes.
 
-    Only its inner loop is ours: the library's encodes, logs and opens a cancel scope for every event.
+    Only its inner loop is ours: the library's encodes, logs and opens a cancel scope for every event. While
+    it runs, `RequestContext.write` sends events past it.
     """
+
+    def __init__(self, ctx: RequestContext, events: AsyncIterator[bytes], **options: Any) -> None:
+        super().__init__(events, **options)
+        self._ctx = ctx
 
     async def _stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         events = cast(AsyncGenerator[bytes, None], self.body_iterator)
+        self._ctx.write = partial(_write_now, self._ctx.send or send)
         try:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
+            self._ctx.write = None
             # Cancelled inside `send` (a slow reader that leaves), the generator is still suspended.
             with anyio.CancelScope(shield=True):
                 await events.aclose()
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _write_now(send: Send, event: bytes) -> bool:
+    """Sends `event` without a task; False, and nothing sent, when that would have to wait.
+
+    uvicorn's `send` waits for nothing but a connection that is full, and does so before it writes: a first
+    step that does not end has written nothing, and may be dropped.
+    """
+    sending = send({"type": "http.response.body", "body": event, "more_body": True})
+    step = sending.__await__()
+    try:
+        next(step)
+    except StopIteration:
+        return True
+    except Exception:  # the stream's own task will meet it, and end this stream alone
+        return False
+    step.close()
+    return False
 
 
 async def _body(

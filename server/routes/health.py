@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
+from metrics import batched
 from server import __version__
 from server.gateway import Gateway, gateway_of
 
@@ -49,5 +50,6 @@ async def metrics(request: Request) -> Response:
     """Prometheus text: the gateway's `lapilli_*` series, then vLLM's `vllm:*` and the process's own."""
     gateway = gateway_of(request)
     gateway.metrics.set_ready(gateway.engine.ready)
+    batched.flush()
     page = generate_latest(gateway.metrics.registry) + generate_latest(REGISTRY)
     return Response(page, media_type=CONTENT_TYPE_LATEST)
