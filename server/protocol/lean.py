@@ -14,7 +14,8 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.exceptions import GenerationError
 
 from server.engine.llm import LeanRequest
-from server.protocol.frames import DONE, ChatFrames, StreamFrames
+from server.protocol.frames import ChatFrames, StreamFrames
+from server.streaming import DONE
 
 
 class LeanServingChat(OpenAIServingChat):
