@@ -4,14 +4,9 @@ All times are seconds. TTFT counts from the arrival of the request's headers, so
 parsing, rendering and queueing. TPOT is (last token - first token) / (tokens - 1): the first is excluded.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import accumulate
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 
+from metrics.batched import BatchedHistogram
 from server.context import RequestContext
 
 # A `_created` series beside each counter tells nobody here anything.
@@ -26,33 +21,6 @@ BUCKETS_S = (
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
-class GapHistogram(Collector):
-    """`lapilli_inter_token_seconds`: a histogram for one thread.
-
-    It is fed once a token, and prometheus_client's own takes a lock and three objects for each value.
-    """
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._counts = [0] * (len(BUCKETS_S) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, gap_s: float, num_tokens: int) -> None:
-        """One gap of a stream; a step that brought several tokens counts one equal gap for each."""
-        self._counts[bisect_left(BUCKETS_S, gap_s / num_tokens)] += num_tokens
-        self._sum_s += gap_s
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """For the registry."""
-        bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family = HistogramMetricFamily(
-            "lapilli_inter_token_seconds", "Gap between two tokens of one stream.", labels=["model"]
-        )
-        family.add_metric([self._model], buckets, self._sum_s)
-        yield family
-
-
 class RequestMetrics:
     """The `lapilli_*` series of one gateway. Each instance has a registry of its own."""
 
@@ -61,9 +29,10 @@ class RequestMetrics:
         self._model = model
         self.ttft = self._histogram("time_to_first_token", "Arrival of the request to its first token.")
         self.tpot = self._histogram("time_per_output_token", "Mean time per output token after the first.")
-        self._gaps = GapHistogram(model)
-        self.registry.register(self._gaps)
-        self.gap = self._gaps.observe
+        self._gaps = self._batched("inter_token", "Gap between two tokens of one stream.")
+        self._lag = self._batched("engine_output_lag", "From the engine's step to the gateway's work on it.")
+        self.lag = self._lag.observe
+        """Called with seconds, once for each engine step."""
         self.duration = self._histogram(
             "request_duration", "Arrival of the request to the end of its answer."
         )
@@ -95,6 +64,16 @@ class RequestMetrics:
         )
         return family.labels(self._model)
 
+    def _batched(self, name: str, text: str) -> BatchedHistogram:
+        family = BatchedHistogram(
+            f"lapilli_{name}_seconds", text, ["model"], registry=self.registry, buckets=BUCKETS_S
+        )
+        return family.labels(self._model)
+
+    def gap(self, gap_s: float, num_tokens: int) -> None:
+        """One gap of a stream; a step that brought several tokens counts one equal gap for each."""
+        self._gaps.observe_many(gap_s / num_tokens, num_tokens)
+
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"lapilli_{name}", text, ["model"], registry=self.registry).labels(self._model)
 
@@ -110,6 +89,7 @@ class RequestMetrics:
             return
         self.in_flight -= 1
         self._in_flight.set(self.in_flight)
+        self._gaps.flush()  # all figures of a request are there when it has ended
         self._requests.labels(self._model, ctx.path, ctx.final_outcome()).inc()
         self.duration.observe(duration_s)
         self._tokens_in.inc(ctx.prompt_tokens)

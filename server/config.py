@@ -106,6 +106,12 @@ class GatewaySettings(Section):
     sse_ping_s: float = Field(
         15.0, gt=0, description="Seconds of silence in a stream before a keep-alive comment is sent."
     )
+    coalesce_max_delay_ms: float = Field(
+        20.0,
+        ge=0,
+        le=1000,
+        description="Milliseconds a token may wait to share a frame, only when the gateway lags; 0: never.",
+    )
 
 
 class AdminSettings(Section):

@@ -2,8 +2,11 @@
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
+
+from starlette.types import Send
 
 from auth.principal import Principal
 
@@ -24,6 +27,10 @@ class RequestContext:
     stream: bool = False
     lean: bool = False
     """Whether its tokens take the lean path (server/engine/sink.py)."""
+    send: Send | None = None
+    """The HTTP server's own `send`, past our layers: they look at an answer's start, never at its body."""
+    write: Callable[[bytes], bool] | None = None
+    """Sends one SSE event at once, False when it can't; set while the answer is an open stream."""
     status: int | None = None
     """HTTP status sent; None while no response has begun."""
     outcome: Outcome | None = None

@@ -33,7 +33,7 @@ class RequestScope:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        ctx = RequestContext(method=scope["method"], path=scope["path"])
+        ctx = RequestContext(method=scope["method"], path=scope["path"], send=send)
         ctx.client_request_id = _client_request_id(scope)
         scope.setdefault("state", {})["context"] = ctx
         started = time.perf_counter()

@@ -43,7 +43,7 @@ def run(loaded: Loaded) -> None:
     with tempfile.TemporaryDirectory(prefix="lapilli-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         # The workers are forked from a process that has imported everything once: they share its memory.
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["server.worker"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["server.preload"])
         forkserver.ensure_running()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(_serve(settings, listeners, admin, Path(folder)))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -19,6 +20,9 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a whole stream; none comes after it."""
+
 
 class StreamBroken(Exception):
     """The stream can't go on; `error` says why."""
@@ -34,19 +38,33 @@ async def until_disconnect(request: Request, ctx: RequestContext, work: Coroutin
     Raises ClientDisconnect then. The body must have been read before.
     """
     task = asyncio.ensure_future(work)
+    try:
+        await _done_or_disconnected(request, ctx, task)
+        return task.result()
+    finally:
+        await _cancelled(task)
+
+
+async def _done_or_disconnected(
+    request: Request, ctx: RequestContext, task: "asyncio.Future[Any]", timeout_s: float | None = None
+) -> None:
+    """Waits until `task` is done, `timeout_s` at most. ClientDisconnect: the client left first."""
     watcher = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        ctx.outcome = "disconnected"
-        raise ClientDisconnect
+        await asyncio.wait({task, watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if watcher.done() and not task.done():
+            ctx.outcome = "disconnected"
+            raise ClientDisconnect
     finally:
-        for pending in (task, watcher):
-            if not pending.done():
-                pending.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await pending
+        await _cancelled(watcher)
+
+
+async def _cancelled(task: "asyncio.Future[Any]") -> None:
+    """Ends a task that nobody waits for any more."""
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -64,18 +82,17 @@ async def stream_response(
     """
     first = asyncio.ensure_future(anext(events))
     try:
-        with contextlib.suppress(TimeoutError):
-            wait = asyncio.wait_for(asyncio.shield(first), ping_s)
-            await until_disconnect(request, ctx, wait)
+        await _done_or_disconnected(request, ctx, first, ping_s)
+        if first.done():
+            first.result()
     except BaseException as error:
-        first.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await first
+        await _cancelled(first)
         await events.aclose()
         if isinstance(error, StreamBroken):
             raise error.error from error
         raise
     return EventStream(
+        ctx,
         _body(ctx, first, events),
         ping=ping_s,
         sep="\n",
@@ -86,22 +103,53 @@ async def stream_response(
 class EventStream(EventSourceResponse):
     """sse-starlette's response (pings, disconnect, shutdown) fed with whole events as bytes.
 
-    Only its inner loop is ours: the library's encodes, logs and opens a cancel scope for every event.
+    Only its inner loop is ours: the library's encodes, logs and opens a cancel scope for every event. While
+    it runs, `RequestContext.write` sends events past it.
     """
+
+    def __init__(self, ctx: RequestContext, events: AsyncIterator[bytes], **options: Any) -> None:
+        super().__init__(events, **options)
+        self._ctx = ctx
 
     async def _stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         events = cast(AsyncGenerator[bytes, None], self.body_iterator)
+        self._ctx.write = partial(_write_now, self._ctx.send or send)
+        last = b""
         try:
             async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                if event.endswith(DONE):
+                    last = (
+                        event  # goes out with the end of the answer: one write less, one wake of the client
+                    )
+                else:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
+            self._ctx.write = None
             # Cancelled inside `send` (a slow reader that leaves), the generator is still suspended.
             with anyio.CancelScope(shield=True):
                 await events.aclose()
         async with self._send_lock:
             self.active = False
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _write_now(send: Send, event: bytes) -> bool:
+    """Sends `event` without a task; False, and nothing sent, when that would have to wait.
+
+    uvicorn's `send` waits for nothing but a connection that is full, and does so before it writes: a first
+    step that does not end has written nothing, and may be dropped.
+    """
+    sending = send({"type": "http.response.body", "body": event, "more_body": True})
+    step = sending.__await__()
+    try:
+        next(step)
+    except StopIteration:
+        return True
+    except Exception:  # the stream's own task will meet it, and end this stream alone
+        return False
+    step.close()
+    return False
 
 
 async def _body(

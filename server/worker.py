@@ -18,6 +18,7 @@ import uvloop
 from sse_starlette.sse import AppStatus
 
 from auth.store import KeyStore
+from metrics import batched
 from metrics.requests import RequestMetrics
 from server.app import create_app
 from server.config import Settings
@@ -65,12 +66,17 @@ async def _serve(plan: WorkerPlan) -> None:
     keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
     await keys.open()
     metrics = RequestMetrics(settings.engine.public_model_name)
-    gateway = Gateway(settings, keys, metrics, Engine(settings, plan.config, metrics.gap, plan.table))
+    gateway = Gateway(
+        settings, keys, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+    )
     server = QuietServer(http_config(create_app(gateway), settings))
     worker = Worker(gateway, server, Channel(plan.channel))
+    flushing = asyncio.create_task(batched.keep_flushing())
     try:
         await asyncio.gather(server.serve(sockets=[plan.listener]), worker.greet())
     finally:
+        flushing.cancel()
+        batched.flush()
         worker.close()
         await keys.close()
 

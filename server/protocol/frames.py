@@ -18,7 +18,6 @@ from vllm.entrypoints.serve.engine.protocol import UsageInfo
 
 ID_MARK, TEXT_MARK, FINISH_MARK, STOP_MARK = "@id@", "@text@", "@finish@", "@stop@"
 CREATED_MARK = 1234567890123456789
-DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)

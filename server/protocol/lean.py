@@ -13,8 +13,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.exceptions import GenerationError
 
-from server.engine.client import LeanRequest
-from server.protocol.frames import DONE, ChatFrames
+from server.engine.llm import LeanRequest
+from server.protocol.frames import ChatFrames, StreamFrames
+from server.streaming import DONE
 
 
 class LeanServingChat(OpenAIServingChat):
@@ -62,19 +63,22 @@ class LeanServingChat(OpenAIServingChat):
         )
 
 
-async def _lean_events(request: LeanRequest, frames: Any) -> AsyncGenerator[bytes, None]:
-    """The stream's bytes: as many frames at a time as the loop's lag has gathered, one write each."""
+async def _lean_events(request: LeanRequest, frames: StreamFrames) -> AsyncGenerator[bytes, None]:
+    """What the sink does not send by itself: the first frames, the last, and those of a slow client."""
     try:
         sink = await request.send()
         piece = await sink.next()
-        yield frames.role
+        before = frames.role
         while piece.finish_reason is None:
-            yield frames.text(piece.text)
+            yield before + frames.text(piece.text)
+            before = b""
+            sink.frame = frames.text  # all so far is sent: later frames need no reader
             piece = await sink.next()
         if piece.finish_reason == "error":
             raise GenerationError("Internal server error")
         yield b"".join(
             (
+                before,
                 frames.finish(piece.text, piece.finish_reason, piece.stop_reason),
                 frames.usage_chunk(sink.num_prompt_tokens, sink.num_tokens),
                 DONE,

@@ -1,8 +1,6 @@
 """What a route asks for before it works: a caller with a key, and an engine that serves."""
 
-from typing import Annotated
-
-from fastapi import Depends, Request
+from fastapi import Request
 
 from auth.keys import BadCredentials, parse_credentials
 from auth.principal import Principal
@@ -28,8 +26,12 @@ async def caller(request: Request) -> Principal:
     return principal
 
 
-async def ready_protocol(request: Request, _caller: Annotated[Principal, Depends(caller)]) -> OpenAIProtocol:
-    """The protocol of a ready engine; 503 before and after. The key is checked first."""
+async def ready_protocol(request: Request) -> OpenAIProtocol:
+    """The protocol of a ready engine; 503 before and after. The key is checked first.
+
+    Routes call it: FastAPI's dependencies cost 0.2 ms of CPU a request.
+    """
+    await caller(request)
     gateway = gateway_of(request)
     if gateway.draining:
         raise unavailable(f"The server is not ready: {DRAINING}.", retry_after_s=5, close=True)
@@ -39,6 +41,3 @@ async def ready_protocol(request: Request, _caller: Annotated[Principal, Depends
         reason = gateway.engine.reason or "the engine is starting"
         raise unavailable(f"The server is not ready: {reason}.", retry_after_s=5)
     return gateway.protocol
-
-
-ReadyProtocol = Annotated[OpenAIProtocol, Depends(ready_protocol)]

@@ -8,21 +8,23 @@ from fastapi import APIRouter, Request, Response
 from server.context import RequestContext
 from server.gateway import context_of, gateway_of
 from server.protocol.serving import Answer
-from server.routes.access import ReadyProtocol
+from server.routes.access import ready_protocol
 from server.streaming import stream_response, until_disconnect
 
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(request: Request, protocol: ReadyProtocol) -> Response:
+async def chat_completions(request: Request) -> Response:
     """Creates a chat completion, streamed or whole."""
+    protocol = await ready_protocol(request)
     return await _complete(request, protocol.chat)
 
 
 @router.post("/v1/completions")
-async def completions(request: Request, protocol: ReadyProtocol) -> Response:
+async def completions(request: Request) -> Response:
     """Creates a text completion, streamed or whole."""
+    protocol = await ready_protocol(request)
     return await _complete(request, protocol.completion)
 
 

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from metrics import batched
 from metrics.page import metrics_page
 from server.config import Settings
 from server.health import Health
@@ -36,6 +37,7 @@ def health_router(settings: Settings, health: Callable[[], Health]) -> APIRouter
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text over all processes: `lapilli_*`, `vllm:*`, and `process_*` of this one."""
+        batched.flush()
         return Response(await asyncio.to_thread(metrics_page), media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -99,7 +99,8 @@ def test_the_rest_is_left_to_vllm(both_ways: dict[str, tuple[bytes, bytes, bool]
     """Anything but the text of one choice takes vLLM's loop."""
     reference, ours, lean = both_ways[name]
     assert not lean
-    assert ours == reference
+    # Two choices of one step come in either order.
+    assert sorted(ours.split(b"\n\n")) == sorted(reference.split(b"\n\n"))
 
 
 @settings(deadline=None)  # the first example imports vLLM

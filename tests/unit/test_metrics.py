@@ -3,6 +3,7 @@
 import pytest
 from prometheus_client import generate_latest
 
+from metrics import batched
 from metrics.requests import RequestMetrics
 from server.context import RequestContext
 
@@ -44,6 +45,7 @@ def test_a_step_of_several_tokens_counts_a_gap_for_each() -> None:
     """Three tokens after 0.3 s: three gaps of 0.1 s."""
     metrics = RequestMetrics("m")
     metrics.gap(0.3, 3)
+    batched.flush()
     assert _value(metrics, "inter_token_seconds_count") == 3
     assert _value(metrics, "inter_token_seconds_sum") == pytest.approx(0.3)
 

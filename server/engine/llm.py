@@ -1,0 +1,113 @@
+"""vLLM's AsyncLLM, with token times noted on the request they belong to, and the lean way."""
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import anyio
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from server.context import RequestContext
+from server.engine.pace import OutputPace
+from server.engine.sink import TokenSink
+from server.engine.stats import BatchedStatLogger
+from server.engine.times import TokenTimes
+
+
+class TrackedLLM(AsyncLLM):
+    """AsyncLLM that tells each request's context when its tokens came, and knows the lean way.
+
+    The serving classes name engine requests `<kind>-<id>` or `<kind>-<id>-<n>`, with the id we gave
+    (`RequestContext.id`), which is how an output finds its context.
+    """
+
+    def __init__(self, *, on_gap: Callable[[float, int], None], pace: OutputPace, **kwargs: Any) -> None:
+        super().__init__(stat_loggers=[BatchedStatLogger], **kwargs)
+        self.contexts: WeakValueDictionary[str, RequestContext] = WeakValueDictionary()
+        self._on_gap = on_gap
+        self._pace = pace
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> "AsyncGenerator[RequestOutput, None] | LeanRequest":
+        """As AsyncLLM.generate; for a context marked `lean`, the request not yet sent (LeanRequest)."""
+        ctx = self.contexts.get(request_id.split("-", 2)[1]) if "-" in request_id else None
+        if ctx is None:
+            return super().generate(prompt, sampling_params, request_id, **kwargs)
+        streamed = sampling_params.output_kind is RequestOutputKind.DELTA
+        times = TokenTimes(ctx, self._on_gap, streamed=streamed)
+        if ctx.lean:
+            sink = TokenSink(ctx, times, self._pace)
+            return LeanRequest(self, prompt, sampling_params, request_id, kwargs, sink)
+        return _noting(super().generate(prompt, sampling_params, request_id, **kwargs), times)
+
+
+async def _noting(
+    outputs: AsyncGenerator[RequestOutput, None], times: TokenTimes
+) -> AsyncGenerator[RequestOutput, None]:
+    """The same outputs, noted. Leaving early closes `outputs`, which aborts the request in the engine."""
+    first = True
+    async with aclosing(outputs):
+        async for output in outputs:
+            now = time.monotonic()
+            if first:
+                times.prompt(len(output.prompt_token_ids or ()))
+                first = False
+            for choice in output.outputs:
+                if num_new := len(choice.token_ids):
+                    times.tokens(choice.index, num_new, now)
+            if output.finished:
+                times.finish(output.metrics)
+            yield output
+
+
+@dataclass
+class LeanRequest:
+    """A request of one choice of plain text, on its way to a TokenSink instead of a generator."""
+
+    llm: TrackedLLM
+    prompt: Any
+    params: SamplingParams
+    request_id: str
+    options: dict[str, Any]
+    sink: TokenSink
+    internal_id: str | None = None
+
+    async def send(self) -> TokenSink:
+        """Hands the request to the engine, as AsyncLLM.add_request does for one choice."""
+        llm, options = self.llm, self.options
+        if llm.errored:
+            raise EngineDeadError
+        request = llm.input_processor.process_inputs(
+            self.request_id,
+            self.prompt,
+            self.params,
+            supported_tasks=await llm.get_supported_tasks(),
+            lora_request=options.get("lora_request"),
+            priority=options.get("priority", 0),
+        )
+        request.reasoning_ended = options.get("reasoning_ended")
+        llm.input_processor.assign_request_id(request)
+        llm._run_output_handler()
+        llm.check_admission(request_id=request.request_id)
+        self.internal_id = request.request_id
+        llm.output_processor.add_request(request, None, None, 0, self.sink)
+        self.sink.attach(llm.output_processor.request_states[request.request_id])
+        try:
+            await llm.engine_core.add_request_async(request)
+        except BaseException:
+            await self.abort()
+            raise
+        return self.sink
+
+    async def abort(self) -> None:
+        """Ends the request in the engine; harmless when it has ended or was never sent."""
+        if self.internal_id is not None and self.internal_id in self.llm.output_processor.request_states:
+            with anyio.CancelScope(shield=True):
+                await self.llm.abort(self.internal_id, internal=True)
