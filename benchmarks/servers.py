@@ -61,7 +61,7 @@ class RunningServer:
 
     def alive(self) -> bool:
         """Whether the first process still runs."""
-        return self.root.is_running() and self.root.status() != psutil.STATUS_ZOMBIE
+        return bool(self.root.is_running() and self.root.status() != psutil.STATUS_ZOMBIE)
 
     def described(self) -> list[dict[str, Any]]:
         """Each process with its side, CPU seconds and memory, to check how they were told apart."""
@@ -122,7 +122,7 @@ def all_started(
                 stack.push(entered.__exit__)
             except (StartError, UnavailableError) as error:
                 failed[spec.name] = str(error)
-                print(f"skipped: {error}", flush=True)
+                print(f"{spec.name} is left out: {error}", flush=True)
 
         with ThreadPoolExecutor(len(specs) if together else 1) as pool:
             list(pool.map(start, specs))

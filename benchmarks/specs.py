@@ -11,6 +11,8 @@ from typing import Any
 KINDS = ("lapilli", "vllm", "vllm-rust")
 LOW_GPU_SHARE = 0.05
 """Share of the GPU that must be free when a KV cache size is given; more would keep a second server out."""
+CPU_KV_CACHE_GIB = 2
+"""Of each engine on CPU, unless told otherwise."""
 
 
 class UnavailableError(Exception):
@@ -67,9 +69,9 @@ def command(spec: Spec, options: EngineOptions, port: int) -> list[str]:
     if spec.kind == "lapilli":
         return [sys.executable, "-m", "server", "serve", *_lapilli_flags(spec, options, port)]
     if options.engine == "stub":
-        raise UnavailableError(f"{spec.name} has no stub engine; use --engine vllm")
+        raise UnavailableError("vllm serve has no stub engine; use --engine vllm")
     if spec.kind == "vllm-rust" and not _has_rust_front_end():
-        raise UnavailableError("vllm-rust: this vLLM has no vllm-rs binary (the CPU wheel never has)")
+        raise UnavailableError("this vLLM has no vllm-rs binary (the CPU wheel never has)")
     return [sys.executable, "-m", "benchmarks.vllm_serve", "serve", *_vllm_flags(spec, options, port)]
 
 
@@ -81,7 +83,6 @@ def environment(spec: Spec, options: EngineOptions, state: Path) -> dict[str, st
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib or 2),
             "VLLM_USE_RUST_FRONTEND": "1" if spec.kind == "vllm-rust" else "0",
         }
     return os.environ | changed
@@ -105,16 +106,16 @@ def _vllm_flags(spec: Spec, options: EngineOptions, port: int) -> list[str]:
     flags += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     flags += ["--api-server-count", str(spec.workers)] if spec.workers > 1 else []
     flags += ["--load-format", "dummy"] if options.dummy_weights else []
-    if options.on_gpu:
-        return flags + _kv_cache(options, "--kv-cache-memory-bytes", "--gpu-memory-utilization", 2**30)
-    return [*flags, "--enforce-eager"]  # Lapilli's own default on CPU
+    flags += _kv_cache(options, "--kv-cache-memory-bytes", "--gpu-memory-utilization", 2**30)
+    return flags if options.on_gpu else [*flags, "--enforce-eager"]  # as Lapilli does on CPU
 
 
 def _kv_cache(options: EngineOptions, size_flag: str, share_flag: str, unit: int) -> list[str]:
-    if options.kv_cache_gib is None:
+    """Flags for the size of the KV cache; `unit` is how many of the size flag's units a GiB has."""
+    size_gib = options.kv_cache_gib or (None if options.on_gpu else CPU_KV_CACHE_GIB)
+    if size_gib is None:
         return []
-    size = options.kv_cache_gib * unit
-    flags = [size_flag, str(int(size)) if unit > 1 else str(size)]
+    flags = [size_flag, str(int(size_gib * unit) if unit > 1 else size_gib)]
     return [*flags, share_flag, str(LOW_GPU_SHARE)] if options.on_gpu else flags
 
 
