@@ -83,10 +83,10 @@ class Watch:
         for pid, mib in processes.rss_mib(processes.gateway(self.server.root)).items():
             self._rss.setdefault(pid, []).append((now, mib))
 
-    def memory(self) -> dict[str, dict[str, float]]:
-        """For each process that still runs and lived long enough: MiB early, MiB at the end, growth."""
+    def memory(self) -> dict[str, dict[str, Any]]:
+        """For each process that still runs and lived long enough: MiB early, at the end and between."""
         early_s = self._run_s / 10
-        rows: dict[str, dict[str, float]] = {}
+        rows: dict[str, dict[str, Any]] = {}
         for pid in processes.rss_mib(processes.gateway(self.server.root)):
             samples = self._rss.get(pid, [])
             born = samples[0][0] if samples else 0.0
@@ -98,6 +98,7 @@ class Watch:
                     "early_mib": round(settled[0], 1),
                     "end_mib": round(settled[-1], 1),
                     "growth": round(growth, 4),
+                    "between_mib": [round(mib) for mib in settled[:: 1 + len(settled) // 20]],
                 }
         return rows
 
@@ -192,7 +193,7 @@ def _answers(seen: Seen) -> tuple[bool, str]:
 def _memory(watch: Watch) -> tuple[bool, str]:
     rows = watch.memory()
     what = ", ".join(f"{r['early_mib']:.0f} to {r['end_mib']:.0f} MiB" for r in rows.values())
-    grown: list[Any] = [row for row in rows.values() if row["growth"] >= MOST_GROWTH]
+    grown = [row for row in rows.values() if row["growth"] >= MOST_GROWTH]
     return bool(rows) and not grown, what or "no process lived long enough"
 
 
