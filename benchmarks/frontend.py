@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import machine, shapes
 from benchmarks.clients import clients, default_processes
 from benchmarks.rounds import Plan, Rounds
-from benchmarks.servers import all_started
+from benchmarks.servers import all_started, end_on_sigterm
 from benchmarks.specs import EngineOptions, parse
 from server.config import DEMO_MODEL, DEMO_MODEL_NAME
 
@@ -135,6 +135,7 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     """Command line."""
     args = _parser().parse_args()
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as folder:
         result = run(args, Path(folder))
     print(table(result))

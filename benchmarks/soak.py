@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks import machine
-from benchmarks.servers import RunningServer, started
+from benchmarks.servers import RunningServer, end_on_sigterm, started
 from benchmarks.soak_checks import Check, Watch, all_checks, workers
 from benchmarks.specs import EngineOptions, Spec
 from benchmarks.traffic import Seen, Sizes, Traffic
@@ -133,6 +133,7 @@ def _options(args: argparse.Namespace) -> EngineOptions:
 def main() -> None:
     """Command line."""
     args = _parser().parse_args()
+    end_on_sigterm()
     args.concurrency = args.concurrency or CONCURRENCY[args.engine]
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "soak.log"
