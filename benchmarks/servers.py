@@ -1,6 +1,7 @@
 """Servers as child processes: start, readiness, key, CPU time and memory of the front end, stop."""
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -107,7 +108,7 @@ def started(spec: Spec, options: EngineOptions, log: Path) -> Iterator[RunningSe
             start_s = time.monotonic() - started_at
             key = _key(log) if spec.kind == "lapilli" else "none"
             root = psutil.Process(process.pid)
-            yield RunningServer(spec.name, url, key, options.served_name, start_s, root, log)
+            yield RunningServer(spec.name, url, key, _model(url, key), start_s, root, log)
         finally:
             _stop(process)
 
@@ -161,6 +162,16 @@ def _key(log: Path) -> str:
     if found is None:
         raise StartError(f"no API key in {log}")
     return found.group()
+
+
+def _model(url: str, key: str) -> str:
+    """The name under which the server knows its model."""
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, LookupError) as error:
+        raise StartError(f"{url}/v1/models names no model: {type(error).__name__}") from error
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -102,8 +102,9 @@ def _lapilli_flags(spec: Spec, options: EngineOptions, port: int) -> list[str]:
 
 def _vllm_flags(spec: Spec, options: EngineOptions, port: int) -> list[str]:
     flags = [options.model, "--served-model-name", options.served_name, "--dtype", options.dtype]
-    # An access log is the one default that nobody who measures would leave on.
-    flags += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    flags += ["--host", "127.0.0.1", "--port", str(port)]
+    # The one default that nobody who measures would leave; the Rust front end has no such log.
+    flags += ["--disable-uvicorn-access-log"] if spec.kind == "vllm" else []
     flags += ["--api-server-count", str(spec.workers)] if spec.workers > 1 else []
     flags += ["--load-format", "dummy"] if options.dummy_weights else []
     flags += _kv_cache(options, "--kv-cache-memory-bytes", "--gpu-memory-utilization", 2**30)
