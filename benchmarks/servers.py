@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks import processes
-from benchmarks.specs import EngineOptions, Spec, UnavailableError, command, environment
+from benchmarks.specs import EngineOptions, Spec, UnavailableError, command, environment, has_admin_port
 
 START_LIMIT_S = 600
 STOP_LIMIT_S = 45
@@ -39,6 +39,8 @@ class RunningServer:
 
     name: str
     url: str
+    admin_url: str
+    """Where /health and /metrics tell of all workers together."""
     key: str
     model: str
     start_s: float
@@ -90,8 +92,8 @@ def end_on_sigterm() -> None:
 @contextmanager
 def started(spec: Spec, options: EngineOptions, log: Path) -> Iterator[RunningServer]:
     """One server on a free port with state of its own; raises StartError and UnavailableError."""
-    port = _free_port()
-    arguments = command(spec, options, port)
+    port, admin_port = _free_port(), _free_port()
+    arguments = command(spec, options, port, admin_port)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as state:
         started_at = time.monotonic()
         with log.open("wb") as output:
@@ -103,12 +105,13 @@ def started(spec: Spec, options: EngineOptions, log: Path) -> Iterator[RunningSe
                 stderr=subprocess.STDOUT,
             )
         url = f"http://127.0.0.1:{port}"
+        admin_url = f"http://127.0.0.1:{admin_port}" if has_admin_port(spec) else url
         try:
-            _wait_ready(url, process, log)
+            _wait_ready(admin_url, process, log)
             start_s = time.monotonic() - started_at
             key = _key(log) if spec.kind == "lapilli" else "none"
             root = psutil.Process(process.pid)
-            yield RunningServer(spec.name, url, key, _model(url, key), start_s, root, log)
+            yield RunningServer(spec.name, url, admin_url, key, _model(url, key), start_s, root, log)
         finally:
             _stop(process)
 
@@ -147,14 +150,23 @@ def _wait_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if _all_serve(answer.read()):
+                    return
         except (urllib.error.URLError, OSError):
             if process.poll() is not None:
                 break
-            time.sleep(0.1)
+        time.sleep(0.1)
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
     raise StartError(f"{log.stem} did not get ready; the end of its log {log}:\n" + "\n".join(lines))
+
+
+def _all_serve(health: bytes) -> bool:
+    """Whether all workers that /health counts do serve; True where it counts none."""
+    if not health.startswith(b"{"):
+        return True
+    workers = json.loads(health).get("workers", {})
+    return bool(workers.get("serving") == workers.get("of"))
 
 
 def _key(log: Path) -> str:

@@ -126,7 +126,7 @@ class Watch:
         return {name: gauge(page, name) for name in GAUGES}
 
     def _metrics(self) -> str:
-        with urllib.request.urlopen(f"{self._target.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.server.admin_url}/metrics", timeout=10) as answer:
             return str(answer.read().decode())
 
     async def until_quiet(self) -> tuple[float | None, dict[str, float | None]]:

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from server.config import Settings
+
 KINDS = ("lapilli", "vllm", "vllm-rust")
 LOW_GPU_SHARE = 0.05
 """Share of the GPU that must be free when a KV cache size is given; more would keep a second server out."""
@@ -64,10 +66,16 @@ class EngineOptions:
     lapilli_flags: list[str] = field(default_factory=list)
 
 
-def command(spec: Spec, options: EngineOptions, port: int) -> list[str]:
+def has_admin_port(spec: Spec) -> bool:
+    """Whether this server tells of all its workers on a port of its own."""
+    return spec.kind == "lapilli" and "admin" in Settings.model_fields
+
+
+def command(spec: Spec, options: EngineOptions, port: int, admin_port: int) -> list[str]:
     """The command line that serves on 127.0.0.1:`port`; raises UnavailableError."""
     if spec.kind == "lapilli":
-        return [sys.executable, "-m", "server", "serve", *_lapilli_flags(spec, options, port)]
+        admin = ["--admin.port", str(admin_port)] if has_admin_port(spec) else []
+        return [sys.executable, "-m", "server", "serve", *admin, *_lapilli_flags(spec, options, port)]
     if options.engine == "stub":
         raise UnavailableError("vllm serve has no stub engine; use --engine vllm")
     if spec.kind == "vllm-rust" and not _has_rust_front_end():

@@ -34,16 +34,16 @@ def _options(**changed: Any) -> specs.EngineOptions:
 
 def test_one_lapilli_worker_passes_no_worker_flag() -> None:
     """The flag is there from two workers on."""
-    assert "--gateway.workers" not in specs.command(specs.Spec("lapilli"), _options(), 1)
-    many = specs.command(specs.Spec("lapilli", 4), _options(), 1)
+    assert "--gateway.workers" not in specs.command(specs.Spec("lapilli"), _options(), 1, 2)
+    many = specs.command(specs.Spec("lapilli", 4), _options(), 1, 2)
     assert many[many.index("--gateway.workers") + 1] == "4"
 
 
 def test_engines_on_one_gpu_get_the_same_cache() -> None:
     """Both servers are given the size, Lapilli in GiB and vLLM in bytes."""
     options = _options(on_gpu=True, kv_cache_gib=1.5, dummy_weights=True)
-    ours = specs.command(specs.Spec("lapilli"), options, 1)
-    theirs = specs.command(specs.Spec("vllm", 4), options, 1)
+    ours = specs.command(specs.Spec("lapilli"), options, 1, 2)
+    theirs = specs.command(specs.Spec("vllm", 4), options, 1, 2)
     assert ours[ours.index("--engine.kv_cache_memory_gib") + 1] == "1.5"
     assert theirs[theirs.index("--kv-cache-memory-bytes") + 1] == str(3 * 2**29)
     assert theirs[theirs.index("--api-server-count") + 1] == "4"
@@ -53,7 +53,7 @@ def test_engines_on_one_gpu_get_the_same_cache() -> None:
 def test_vllm_has_no_stub() -> None:
     """One clear reason, not a server that does not start."""
     with pytest.raises(specs.UnavailableError, match="stub"):
-        specs.command(specs.Spec("vllm"), _options(engine="stub"), 1)
+        specs.command(specs.Spec("vllm"), _options(engine="stub"), 1, 2)
 
 
 @pytest.mark.parametrize(
