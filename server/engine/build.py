@@ -61,7 +61,6 @@ def prepare_environment(settings: Settings) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "DEBUG" if settings.log.level == "debug" else "WARNING",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(settings.engine.start_timeout_s))),
-        "VLLM_CPU_KVCACHE_SPACE": str(settings.engine.kv_cache_memory_gib or CPU_KV_CACHE_GIB),
         # The gateway renders prompts on threads of its own; more of them only fight over the cores.
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -104,8 +103,9 @@ def _engine_args(settings: Settings, model: str, *, on_cpu: bool) -> dict[str, A
     }
     if not on_cpu:
         args["gpu_memory_utilization"] = engine.gpu_memory_utilization
-        if engine.kv_cache_memory_gib is not None:
-            args["kv_cache_memory_bytes"] = int(engine.kv_cache_memory_gib * 2**30)
+    kv_cache_gib = engine.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
+    if kv_cache_gib is not None:
+        args["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     return args
 
 
