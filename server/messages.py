@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Hello:
-    """Worker: my port answers (with 503 until Serve)."""
+    """Worker: I am here."""
 
 
 @dataclass(frozen=True)

@@ -165,10 +165,10 @@ class Supervisor:
 
     # Workers
 
-    def _start_worker(self, name: str, listener: socket.socket) -> None:
+    def _start_worker(self, name: str, listener: socket.socket, *, replaces: bool = False) -> None:
         ours, theirs = self._context.Pipe()
         table = shared_table(self._context)
-        plan = WorkerPlan(name, self._settings, self._config, listener, theirs, table)
+        plan = WorkerPlan(name, self._settings, self._config, listener, theirs, table, replaces)
         process: Any = self._context.Process(target=run, args=(plan,), name=name)  # type: ignore[attr-defined]
         process.start()
         theirs.close()
@@ -253,7 +253,8 @@ class Supervisor:
             self._end(1)
             return
         self._worker_restarts.inc()
-        self._start_worker(worker.name, worker.listener)
+        others_serve = self._state is EngineState.READY
+        self._start_worker(worker.name, worker.listener, replaces=others_serve)
 
     def _end_workers(self) -> None:
         for worker in self._workers:

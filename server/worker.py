@@ -50,6 +50,8 @@ class WorkerPlan:
     channel: Connection
     table: Any
     """Shared memory of the worker's RequestTable."""
+    replaces: bool
+    """Whether it takes a dead worker's place: the engine serves, so it takes no request before it can."""
 
 
 def run(plan: WorkerPlan) -> None:
@@ -73,7 +75,8 @@ async def _serve(plan: WorkerPlan) -> None:
     worker = Worker(gateway, server, Channel(plan.channel))
     flushing = asyncio.create_task(batched.keep_flushing())
     try:
-        await asyncio.gather(server.serve(sockets=[plan.listener]), worker.greet())
+        await worker.greet(answer_first=not plan.replaces)
+        await server.serve(sockets=[plan.listener])
     finally:
         flushing.cancel()
         batched.flush()
@@ -115,13 +118,14 @@ class Worker:
         self._channel = channel
         self._core_pids: tuple[int, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told = asyncio.Event()
 
-    async def greet(self) -> None:
-        """Tells the supervisor once the port answers."""
+    async def greet(self, *, answer_first: bool) -> None:
+        """Says hello; unless the port is to answer first (with 503), waits for the supervisor's word."""
         self._channel.listen(self._receive, self._orphaned)
-        while not self._server.started and not self._server.should_exit:
-            await asyncio.sleep(POLL_S)
         self._channel.send(Hello())
+        if not answer_first:
+            await self._told.wait()
 
     def close(self) -> None:
         """Lets go of engine and pipe."""
@@ -139,10 +143,13 @@ class Worker:
                 self._spawn(self._check())
             case Serve():
                 self._gateway.engine.become_ready()
+                self._told.set()
             case EngineLost():
                 self._gateway.engine.lost(message.reason, failed=message.failed)
+                self._told.set()
             case Drain():
                 self._spawn(self._drain(message.limit_s))
+                self._told.set()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -189,3 +196,4 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._server.should_exit = self._server.force_exit = True
+        self._told.set()
