@@ -109,7 +109,7 @@ class Engine:
     def become_ready(self) -> None:
         """Requests can be served from now on; no effect on an engine that has ended meanwhile."""
         if self.state is EngineState.CHECKING:
-            # What is here now stays: a full garbage collection over vLLM's imports stops the loop for 0.3 s.
+            # What is here now stays: no collection need go over all of vLLM again.
             gc.collect()
             gc.freeze()
             self.state = EngineState.READY
@@ -162,5 +162,6 @@ class Engine:
         await asyncio.to_thread(self._core.stop)
         if self.llm is not None:
             self.llm.shutdown()
+        gc.unfreeze()  # or vLLM's objects end with the interpreter, in no order
         if self._folder is not None:
             self._folder.cleanup()
