@@ -89,6 +89,7 @@ class KeyStore:
         self._clock = clock
         self._engine: AsyncEngine | None = None
         self._cache: dict[str, Principal] = {}
+        self._pending: dict[str, asyncio.Future[Principal | None]] = {}
         self._counts: tuple[int, int] | None = None
         self._fresh_until = float("-inf")
         self._refresh_lock = asyncio.Lock()
@@ -170,8 +171,14 @@ class KeyStore:
             return None
         digest = hash_key(key)
         await self._refresh()
-        principal = self._cache.get(digest)
-        return principal if principal is not None else await self._look_up(digest)
+        if (principal := self._cache.get(digest)) is not None:
+            return principal
+        # Requests with one key that come together share one look-up, not the whole pool of connections.
+        pending = self._pending.get(digest)
+        if pending is None:
+            pending = self._pending[digest] = asyncio.ensure_future(self._look_up(digest))
+            pending.add_done_callback(lambda _: self._pending.pop(digest, None))
+        return await asyncio.shield(pending)
 
     async def _look_up(self, digest: str) -> Principal | None:
         query = select(_api_keys.c.id, _api_keys.c.name, _api_keys.c.hash)

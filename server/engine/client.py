@@ -109,7 +109,7 @@ class Engine:
     def become_ready(self) -> None:
         """Requests can be served from now on; no effect on an engine that has ended meanwhile."""
         if self.state is EngineState.CHECKING:
-            # What is here now stays: a full garbage collection over vLLM's imports stops the loop for 0.3 s.
+            # What is here now stays: no collection need go over all of vLLM again.
             gc.collect()
             gc.freeze()
             self.state = EngineState.READY
@@ -140,3 +140,4 @@ class Engine:
         if self.llm is not None:
             self.llm.shutdown()
             self.llm = None
+            gc.unfreeze()  # or it would be kept for ever

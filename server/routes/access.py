@@ -29,7 +29,7 @@ async def caller(request: Request) -> Principal:
 async def ready_protocol(request: Request) -> OpenAIProtocol:
     """The protocol of a ready engine; 503 before and after. The key is checked first.
 
-    Routes call it: FastAPI's dependencies cost 0.2 ms of CPU a request.
+    Routes call it: as a dependency of FastAPI it costs some 3 % of a request's CPU time more.
     """
     await caller(request)
     gateway = gateway_of(request)
