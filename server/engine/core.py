@@ -54,10 +54,11 @@ class EngineCore:
     def _start_stub(self, addresses: Any) -> None:
         from server.engine import stub
 
-        process = multiprocessing.get_context("spawn").Process(
+        # Forked like the workers, from the process that has imported everything.
+        process = multiprocessing.get_context("forkserver").Process(
             target=stub.run,
             args=(addresses.inputs, addresses.outputs, self._settings.stub),
-            name="stub-engine-core",
+            name=stub.PROCESS_NAME,
             daemon=True,
         )
         process.start()

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import setproctitle
 import zmq
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import (
@@ -37,6 +38,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from server.config import StubSettings
 from server.engine.stub_model import EOS_ID, FIRST_WORD_ID, NUM_WORDS
 
+PROCESS_NAME = "stub-engine-core"
 IDENTITY = (0).to_bytes(2, "little")  # data-parallel rank 0, as EngineCore names itself
 
 
@@ -191,6 +193,7 @@ def _logprobs(token: int, params: SamplingParams | None) -> LogprobsLists | None
 
 def run(inputs: list[str], outputs: list[str], settings: StubSettings) -> None:
     """Entry point of the stub's process: one ZMQ address of each kind for every client slot."""
+    setproctitle.setproctitle(PROCESS_NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway decides
     with contextlib.suppress(msgspec.DecodeError):  # a message it can't read ends it, like EngineCore's
         StubCore(inputs, outputs, settings).serve()

@@ -137,43 +137,43 @@ def test_wrong_numbers_keep_the_server_not_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kill_of_the_engine_process(tmp_path: Path) -> None:
-    """kill -9 of vLLM's engine core: an open stream ends with an error event, /health turns 503 and back."""
-    body = {"messages": FRANCE, "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with running(tmp_path, "--selfcheck.enabled", "false") as server:
-        with server.client() as client, client.stream("POST", CHAT, json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            (core,) = children(server.process.pid, "EngineCore")
-            os.kill(core, signal.SIGKILL)
-            events, done = sse.read(lines)
-        assert not done
-        assert events[-1]["error"]["code"] == "service_unavailable"
-        poll(lambda: server.health() == 503, "not ready after the engine's death", 2)
-        server.wait_ready()
-        with server.client() as client:
-            assert client.post(CHAT, json={"messages": FRANCE, "max_tokens": 1}).status_code == 200
-        assert server.metric("lapilli_engine_restarts_total") == 1
-
-
-@pytest.mark.slow
-def test_kv_exhaustion(tmp_path: Path) -> None:
-    """With room for a fraction of the requests' KV blocks, preempted ones are taken up again: all end."""
-    flags = ("--selfcheck.enabled", "false", "--max-model-len", "512")
+def test_kv_exhaustion_and_kill_of_the_engine(tmp_path: Path) -> None:
+    """With room for a fraction of the KV blocks all requests end; then kill -9 of the engine core."""
+    flags = ("--selfcheck.enabled", "false", "--max-model-len", "512", "--engine.max_restarts", "0")
     with running(tmp_path, *flags, "--engine.args", '{"num_gpu_blocks_override": 6}') as server:
-        ends: list[str] = []
+        _exhaust_kv_blocks(server)
+        _kill_the_engine(server)
 
-        def one(number: int) -> None:
-            body = {"messages": [{"role": "user", "content": f"Count from {number}."}], "max_tokens": 200}
-            with server.client() as client:
-                answer = client.post(CHAT, json=body | {"ignore_eos": True}, timeout=240)
-            ends.append(answer.json()["choices"][0]["finish_reason"])
 
-        threads = [threading.Thread(target=one, args=(number,)) for number in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert ends == ["length"] * 12
-        assert server.metric("vllm:num_preemptions_total") > 0
-        poll(server.drained, "drained")
+def _exhaust_kv_blocks(server: Server) -> None:
+    """Preempted requests are taken up again: each gets all its tokens."""
+    ends: list[str] = []
+
+    def one(number: int) -> None:
+        body = {"messages": [{"role": "user", "content": f"Count from {number}."}], "max_tokens": 200}
+        with server.client() as client:
+            answer = client.post(CHAT, json=body | {"ignore_eos": True}, timeout=240)
+        ends.append(answer.json()["choices"][0]["finish_reason"])
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends == ["length"] * 8
+    assert server.metric("vllm:num_preemptions_total") > 0
+    poll(server.drained, "drained")
+
+
+def _kill_the_engine(server: Server) -> None:
+    """An open stream ends with an error event; with no restart allowed the server ends with exit code 1."""
+    body = {"messages": FRANCE, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with server.client() as client, client.stream("POST", CHAT, json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        (core,) = children(server.process.pid, "EngineCore")
+        os.kill(core, signal.SIGKILL)
+        events, done = sse.read(lines)
+    assert not done
+    assert events[-1]["error"]["code"] == "service_unavailable"
+    assert server.process.wait(60) == 1

@@ -108,7 +108,7 @@ def test_engine_death_and_stall(pair: Server, number: signal.Signals, says: str)
     """Open streams end with an error event, not ready meanwhile, and the engine is started again."""
     restarts = pair.metric("lapilli_engine_restarts_total")
     streams = Streams(pair, 4, max_tokens=30_000)
-    (core,) = children(pair.process.pid, "spawn_main")
+    (core,) = children(pair.process.pid, "stub-engine-core")
     os.kill(core, number)
     if number is signal.SIGKILL:
         poll(lambda: not pair.whole_health()["ready"], "not ready after the engine's death", 2)
@@ -129,7 +129,7 @@ def test_an_engine_that_keeps_dying_ends_the_server(tmp_path: Path) -> None:
     """With no restart left the exit code is 1, and no process stays behind."""
     with running(tmp_path, "--engine", "stub", "--engine.max_restarts", "0") as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
-        (core,) = children(server.process.pid, "spawn_main")
+        (core,) = children(server.process.pid, "stub-engine-core")
         os.kill(core, signal.SIGKILL)
         assert server.process.wait(30) == 1
         assert "engine_given_up" in server.text
