@@ -150,18 +150,18 @@ class Supervisor:
             log.warning("ending_at_once")
             self._end(0)
             return
-        self._draining = True
-        log.info("draining", limit_s=self._settings.gateway.drain_timeout_s)
-        for worker in self._workers:
-            worker.channel.send(Drain(self._settings.gateway.drain_timeout_s))
-        self._spawn(self._drained())
+        self._spawn(self._drain(self._settings.gateway.drain_timeout_s, exit_code=0))
 
-    async def _drained(self) -> None:
-        """Ends once all workers have left, or are late in leaving."""
-        deadline = time.monotonic() + self._settings.gateway.drain_timeout_s + 3 * CUT_LIMIT_S
+    async def _drain(self, limit_s: float, *, exit_code: int) -> None:
+        """Ends once all workers have let their requests finish and left, or are late in leaving."""
+        self._draining = True
+        log.info("draining", limit_s=limit_s)
+        for worker in self._workers:
+            worker.channel.send(Drain(limit_s))
+        deadline = time.monotonic() + limit_s + 3 * CUT_LIMIT_S
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self._end(0)
+        self._end(exit_code)
 
     # Workers
 
@@ -277,7 +277,8 @@ class Supervisor:
             self._lose_engine(reason)
             if not served_before or failures > self._settings.engine.max_restarts:
                 log.critical("engine_start_failed" if not served_before else "engine_given_up", reason=reason)
-                self._end(1)
+                # The engine's end has failed all requests: let the workers tell their clients.
+                await self._drain(CUT_LIMIT_S, exit_code=1)
                 return
             await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (failures - 1)))
             self._engine_restarts.inc()
