@@ -75,7 +75,7 @@ class Server:
 
     def whole_health(self) -> dict[str, Any]:
         """/health of the admin port: of all workers together."""
-        return dict(httpx.get(f"{self.admin_url}/health", timeout=5).json())
+        return dict(httpx.get(f"{self.admin_url}/health", timeout=30).json())
 
     def wait_ready(self) -> None:
         """Waits until /health is 200 and all workers serve."""
@@ -91,7 +91,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum over all series of one metric (`name` may carry labels)."""
-        page = httpx.get(f"{self.admin_url}/metrics", timeout=10).text
+        page = httpx.get(f"{self.admin_url}/metrics", timeout=30).text
         lines = [line for line in page.splitlines() if line.startswith(name)]
         whole = [line for line in lines if "{" in name or line[len(name)] in " {"]
         return sum(float(line.rsplit(" ", 1)[1]) for line in whole)

@@ -21,15 +21,15 @@ def test_health_from_start_to_readiness(tmp_path: Path) -> None:
     with running(tmp_path, "--engine", "stub", wait=False) as server:
         poll(lambda: server.health() == 503, "port open while the engine starts", 120)
         for url in (server.url, server.admin_url):
-            starting = httpx.get(f"{url}/health").json()
+            starting = httpx.get(f"{url}/health", timeout=30).json()
             assert (starting["ready"], starting["engine"]["kind"]) == (False, "stub")
             assert starting["engine"]["state"] in ("starting", "checking")
-            assert httpx.get(f"{url}/livez").status_code == 200
-            assert httpx.get(f"{url}/readyz").status_code == 503
+            assert httpx.get(f"{url}/livez", timeout=30).status_code == 200
+            assert httpx.get(f"{url}/readyz", timeout=30).status_code == 503
         early = server.client().post(CHAT, json=LONG)
         assert (early.status_code, early.headers["retry-after"]) == (503, "5")
         server.wait_ready()
-        body = httpx.get(f"{server.url}/health").json()
+        body = httpx.get(f"{server.url}/health", timeout=30).json()
         assert (body["ready"], body["model"], body["reason"]) == (True, MODEL, None)
         assert body["engine"] == {"kind": "stub", "state": "ready"}
         assert server.whole_health()["workers"] == {"serving": 1, "of": 1}
