@@ -17,6 +17,7 @@ from auth.store import KeyStore
 from server.config import Settings
 from server.config_sources import Loaded, SettingsError
 from server.engine import build
+from server.engine.stub_model import write_stub_model
 from server.logs import configure_logging
 
 log = structlog.get_logger()
@@ -38,17 +39,24 @@ def run(loaded: Loaded) -> None:
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
-    if settings.engine.kind == "vllm":
-        build.resolve_model(settings)  # before the slow import of vLLM: a wrong folder is told at once
     with tempfile.TemporaryDirectory(prefix="lapilli-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        # Before the slow import of vLLM: a wrong folder is told at once.
+        model = _model(settings, Path(folder))
         # The workers are forked from a process that has imported everything once: they share its memory.
         multiprocessing.get_context("forkserver").set_forkserver_preload(["server.preload"])
         forkserver.ensure_running()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            code = runner.run(_serve(settings, listeners, admin, Path(folder)))
+            code = runner.run(_serve(settings, model, listeners, admin))
     if code:
         raise SystemExit(code)
+
+
+def _model(settings: Settings, folder: Path) -> str:
+    """The model's folder or hub name; the stub's is written into `folder`."""
+    if settings.engine.kind == "stub":
+        return str(write_stub_model(folder / "stub-model", settings.stub.max_model_len))
+    return build.resolve_model(settings)
 
 
 def _listeners(settings: Settings) -> list[socket.socket]:
@@ -76,18 +84,11 @@ def _listen(section: str, host: str, port: int, *, shared: bool = False) -> sock
         raise SettingsError(f"{section}: can't listen on {host} port {port}: {error.strerror}") from None
 
 
-async def _serve(
-    settings: Settings, listeners: list[socket.socket], admin: socket.socket, folder: Path
-) -> int:
+async def _serve(settings: Settings, model: str, listeners: list[socket.socket], admin: socket.socket) -> int:
     """Runs the supervisor to its end; returns the exit code."""
-    # Here, not above: these import vLLM, which reads the environment that `run` has just prepared.
-    from server.engine.stub_model import write_stub_model
+    # Here, not above: it imports vLLM, which reads the environment that `run` has just prepared.
     from server.supervisor import Supervisor
 
-    if settings.engine.kind == "stub":
-        model = str(write_stub_model(folder / "stub-model", settings.stub.max_model_len))
-    else:
-        model = build.resolve_model(settings)
     config = build.vllm_config(settings, model)
     key = await _first_key(settings)
     url = _url(listeners[0])

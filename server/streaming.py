@@ -119,9 +119,8 @@ class EventStream(EventSourceResponse):
         try:
             async for event in events:
                 if event.endswith(DONE):
-                    last = (
-                        event  # goes out with the end of the answer: one write less, one wake of the client
-                    )
+                    # Goes out with the end of the answer: one write less, one wake of the client.
+                    last = event
                 else:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:

@@ -29,6 +29,7 @@ from server.gateway import DRAINING
 from server.health import Health
 from server.messages import Attach, Attached, Channel, Check, Checked, Drain, EngineLost, Hello, Serve
 from server.routes.health import health_router
+from server.tasks import Tasks
 from server.worker import CUT_LIMIT_S, QuietServer, WorkerPlan, http_config, run
 
 log = structlog.get_logger()
@@ -90,7 +91,7 @@ class Supervisor:
         self._draining = False
         self._failed_workers = 0
         self._stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._ready = Gauge(
             "lapilli_ready", "1 while requests can be served.", multiprocess_mode="mostrecent"
         )
@@ -132,11 +133,6 @@ class Supervisor:
         if not self._stop.done():
             self._stop.set_result(code)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
     # Signals and drain
 
     def _catch_signals(self) -> None:
@@ -150,7 +146,7 @@ class Supervisor:
             log.warning("ending_at_once")
             self._end(0)
             return
-        self._spawn(self._drain(self._settings.gateway.drain_timeout_s, exit_code=0))
+        self._tasks.spawn(self._drain(self._settings.gateway.drain_timeout_s, exit_code=0))
 
     async def _drain(self, limit_s: float, *, exit_code: int) -> None:
         """Ends once all workers have let their requests finish and left, or are late in leaving."""

@@ -30,6 +30,7 @@ from server.gateway import Gateway
 from server.logs import configure_logging
 from server.messages import Attach, Attached, Channel, Check, Checked, Drain, EngineLost, Hello, Serve
 from server.protocol.serving import OpenAIProtocol
+from server.tasks import Tasks
 
 log = structlog.get_logger()
 
@@ -117,7 +118,7 @@ class Worker:
         self._server = server
         self._channel = channel
         self._core_pids: tuple[int, ...] = ()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._told = asyncio.Event()
 
     async def greet(self, *, answer_first: bool) -> None:
@@ -129,8 +130,7 @@ class Worker:
 
     def close(self) -> None:
         """Lets go of engine and pipe."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         self._channel.close()
         self._gateway.engine.close()
 
@@ -138,9 +138,9 @@ class Worker:
         match message:
             case Attach():
                 self._core_pids = message.core_pids
-                self._spawn(self._attach(message))
+                self._tasks.spawn(self._attach(message))
             case Check():
-                self._spawn(self._check())
+                self._tasks.spawn(self._check())
             case Serve():
                 self._gateway.engine.become_ready()
                 self._told.set()
@@ -148,13 +148,8 @@ class Worker:
                 self._gateway.engine.lost(message.reason, failed=message.failed)
                 self._told.set()
             case Drain():
-                self._spawn(self._drain(message.limit_s))
+                self._tasks.spawn(self._drain(message.limit_s))
                 self._told.set()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _attach(self, message: Attach) -> None:
         try:

@@ -1,5 +1,6 @@
 """From settings to vLLM's engine configuration, with the user's mistakes found before anything loads."""
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -83,6 +84,13 @@ def vllm_config(settings: Settings, model: str) -> Any:
         return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, OSError, RuntimeError, AssertionError, NotImplementedError) as error:
         raise SettingsError(f"engine: vLLM refuses these settings: {_first_line(error)}") from error
+
+
+def client_config(config: Any) -> Any:
+    """A copy of vLLM's config for one client of a core: the core's own figures are added to it."""
+    config = copy.copy(config)
+    config.cache_config = copy.copy(config.cache_config)
+    return config
 
 
 def _engine_args(settings: Settings, model: str, *, on_cpu: bool) -> dict[str, Any]:

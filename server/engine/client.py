@@ -4,7 +4,6 @@ One class for both kinds of core (vLLM's, the stub's): the worker sees no differ
 """
 
 import asyncio
-import copy
 import enum
 import gc
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from vllm.v1.executor import Executor
 
 from server.config import Settings
 from server.context import RequestContext
+from server.engine import build
 from server.engine.core import EngineStartError
 from server.engine.llm import TrackedLLM
 from server.engine.pace import OutputPace
@@ -33,7 +33,6 @@ class EngineState(enum.StrEnum):
     """It never served: it did not start, or the self-check found wrong numbers."""
     DEAD = "dead"
     """It served, and its process ended."""
-    STOPPED = "stopped"
 
 
 class Engine:
@@ -83,8 +82,7 @@ class Engine:
         return llm
 
     def _attach_blocking(self, addresses: dict[str, Any], index: int, count: int) -> TrackedLLM:
-        config = copy.copy(self._config)
-        config.cache_config = copy.copy(config.cache_config)  # the core's figures are added to it
+        config = build.client_config(self._config)
         try:
             return TrackedLLM(
                 on_gap=self._on_gap,

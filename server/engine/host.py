@@ -9,6 +9,7 @@ import structlog
 from server.config import Settings
 from server.engine.core import EngineCore, EngineStartError
 from server.engine.link import EngineLink
+from server.tasks import Tasks
 
 log = structlog.get_logger()
 
@@ -29,7 +30,7 @@ class EngineHost:
         self._link: EngineLink | None = None
         self._addresses: list[dict[str, Any]] = []
         self._next_slot = 1  # slot 0 is the link's
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -54,7 +55,7 @@ class EngineHost:
             await self.stop()
             raise EngineStartError(f"no connection to the engine core: {error}") from error
         self._link.listen()
-        self._spawn(self._heartbeat(self._link))
+        self._tasks.spawn(self._heartbeat(self._link))
 
     def take_slot(self) -> tuple[int, dict[str, Any]] | None:
         """The next unused client slot (number, addresses); None when all are spent."""
@@ -70,7 +71,7 @@ class EngineHost:
     def abort(self, request_ids: list[str]) -> None:
         """Ends a dead worker's requests in the core."""
         if self._link is not None and request_ids:
-            self._spawn(self._abort(self._link, request_ids))
+            self._tasks.spawn(self._abort(self._link, request_ids))
 
     async def _abort(self, link: EngineLink, request_ids: list[str]) -> None:
         for delay_s in ABORT_DELAYS_S:
@@ -80,13 +81,7 @@ class EngineHost:
     async def _heartbeat(self, link: EngineLink) -> None:
         while await link.ping(self._stall_limit_s):
             await asyncio.sleep(min(1.0, self._stall_limit_s / 4))
-        self._end(f"the engine core has not answered for {self._stall_limit_s:g} s")
-        self._core.kill()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.restart(f"the engine core has not answered for {self._stall_limit_s:g} s")
 
     def _end(self, reason: str) -> None:
         if not self._ended.done():
@@ -100,8 +95,7 @@ class EngineHost:
 
     async def stop(self) -> None:
         """Ends the core and the link to it."""
-        for task in list(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
         await asyncio.to_thread(self._core.stop)
         if self._link is not None:
             self._link.close()

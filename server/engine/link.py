@@ -8,7 +8,6 @@ requests.
 
 import asyncio
 import contextlib
-import copy
 from typing import Any
 
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -16,6 +15,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
+
+from server.engine import build
 
 REPEAT_S = (1.0, 3.0)
 """A worker writes its figures every half second (metrics/batched.py)."""
@@ -25,8 +26,7 @@ class EngineLink:
     """Client 0 of an engine core. The constructor blocks until the core's greeting is there."""
 
     def __init__(self, config: Any, addresses: dict[str, Any], num_slots: int) -> None:
-        config = copy.copy(config)
-        config.cache_config = copy.copy(config.cache_config)  # the greeting's block counts are added to it
+        config = build.client_config(config)
         self._client: Any = EngineCoreClient.make_async_mp_client(
             vllm_config=config,
             executor_class=Executor.get_class(config),

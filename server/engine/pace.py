@@ -7,17 +7,9 @@ frame, at once. When it does not, frames of several tokens are what lets it catc
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 LAGS_FROM_S = 0.005
 """Lag from which text may wait: less is what one engine step of many streams takes by itself."""
-
-
-class Held(Protocol):
-    """A stream with text that waits."""
-
-    def flush(self) -> None:
-        """Sends it now."""
 
 
 class OutputPace:
@@ -29,7 +21,7 @@ class OutputPace:
         self._on_lag = on_lag
         self._step_at = 0.0
         self._lags = False
-        self._held: list[Held] = []
+        self._held: list[Callable[[], None]] = []
 
     def lags(self, step_at: float, now: float) -> bool:
         """Whether the gateway is late with the step that the engine ended at `step_at`.
@@ -43,14 +35,14 @@ class OutputPace:
             self._lags = lag_s > LAGS_FROM_S
         return self._lags and self.max_delay_s > 0
 
-    def hold(self, stream: Held) -> None:
-        """`stream.flush` will be called in `max_delay_s` or sooner."""
+    def hold(self, send: Callable[[], None]) -> None:
+        """`send`, which sends a stream's text, will be called in `max_delay_s` or sooner."""
         if not self._held:
             asyncio.get_running_loop().call_later(self.max_delay_s, self.flush)
-        self._held.append(stream)
+        self._held.append(send)
 
     def flush(self) -> None:
         """Sends all that waits."""
         held, self._held = self._held, []
-        for stream in held:
-            stream.flush()
+        for send in held:
+            send()

@@ -92,7 +92,7 @@ class TokenSink:
             return False
         if self._held_since is None:
             self._held_since = now
-            self._pace.hold(self)
+            self._pace.hold(self.flush)
         return now - self._held_since < self._pace.max_delay_s
 
     def flush(self) -> None:
