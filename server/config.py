@@ -203,6 +203,7 @@ class StubSettings(Section):
         64, ge=1, description="Natural length of an answer in tokens, where max_tokens allows it."
     )
     max_model_len: int = Field(32768, ge=1, description="Context length in tokens the stub claims.")
+    start_delay_s: float = Field(0.0, ge=0, description="Seconds the stub takes to start, as a model would.")
 
 
 class AuthSettings(Section):

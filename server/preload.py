@@ -5,8 +5,13 @@ and so give each worker a copy of its own.
 """
 
 import gc
+import logging
 
-import server.worker  # noqa: F401
+# Until a worker sets up its own logging, and even after the server has ended with a bad setting, imports here
+# would print their warnings bare.
+logging.getLogger().addHandler(logging.NullHandler())
+
+import server.worker  # noqa: E402, F401
 
 gc.collect()
 gc.freeze()

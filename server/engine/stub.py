@@ -195,5 +195,6 @@ def run(inputs: list[str], outputs: list[str], settings: StubSettings) -> None:
     """Entry point of the stub's process: one ZMQ address of each kind for every client slot."""
     setproctitle.setproctitle(PROCESS_NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway decides
+    time.sleep(settings.start_delay_s)
     with contextlib.suppress(msgspec.DecodeError):  # a message it can't read ends it, like EngineCore's
         StubCore(inputs, outputs, settings).serve()

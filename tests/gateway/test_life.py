@@ -1,6 +1,7 @@
 """Start, health, bad settings, many streams."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from tests import sse
-from tests.conftest import MODEL, ROOT, Server, free_port, poll, running
+from tests.conftest import MODEL, ROOT, Server, children, free_port, poll, running
 
 CHAT = "/v1/chat/completions"
 LONG = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 20_000, "ignore_eos": True}
@@ -18,7 +19,10 @@ LONG = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 20_000
 
 def test_health_from_start_to_readiness(tmp_path: Path) -> None:
     """Not ready and saying so while the engine starts, on both ports; then ready."""
-    with running(tmp_path, "--engine", "stub", wait=False) as server:
+    with running(tmp_path, "--engine", "stub", "--stub.start_delay_s", "3", wait=False) as server:
+        poll(lambda: children(server.process.pid, "stub-engine-core"), "engine starts", 120)
+        [core] = children(server.process.pid, "stub-engine-core")
+        os.kill(core, signal.SIGSTOP)  # it stays in its start for as long as this test looks at it
         poll(lambda: server.health() == 503, "port open while the engine starts", 120)
         for url in (server.url, server.admin_url):
             starting = httpx.get(f"{url}/health", timeout=30).json()
@@ -28,6 +32,7 @@ def test_health_from_start_to_readiness(tmp_path: Path) -> None:
             assert httpx.get(f"{url}/readyz", timeout=30).status_code == 503
         early = server.client().post(CHAT, json=LONG)
         assert (early.status_code, early.headers["retry-after"]) == (503, "5")
+        os.kill(core, signal.SIGCONT)
         server.wait_ready()
         body = httpx.get(f"{server.url}/health", timeout=30).json()
         assert (body["ready"], body["model"], body["reason"]) == (True, MODEL, None)
