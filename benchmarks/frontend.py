@@ -25,7 +25,7 @@ from benchmarks.clients import clients, default_processes
 from benchmarks.rounds import Plan, Rounds
 from benchmarks.servers import all_started, end_on_sigterm
 from benchmarks.specs import EngineOptions, parse
-from server.config import DEMO_MODEL, DEMO_MODEL_NAME
+from server.sections import DEMO_MODEL, DEMO_MODEL_NAME
 
 COLUMNS = (
     *("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "tpot_p50_ms"),

@@ -21,7 +21,7 @@ from benchmarks.figures import percentile_ms
 from benchmarks.servers import RunningServer, end_on_sigterm, started
 from benchmarks.specs import EngineOptions, Spec
 from benchmarks.wire import Target, connected, request
-from server.config import DEMO_MODEL_NAME
+from server.sections import DEMO_MODEL_NAME
 
 EVERY_S = 0.01
 

@@ -26,7 +26,7 @@ from benchmarks.soak_checks import Check, Watch, all_checks, workers
 from benchmarks.specs import EngineOptions, Spec
 from benchmarks.traffic import Seen, Sizes, Traffic
 from benchmarks.wire import Target
-from server.config import DEMO_MODEL_NAME
+from server.sections import DEMO_MODEL_NAME
 
 SIZES = {
     "stub": Sizes(short_tokens=32, long_tokens=256, long_words=2000),

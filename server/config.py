@@ -1,24 +1,31 @@
-"""The one tree of settings: names, types, bounds, defaults, meaning. Loading is in config_sources.py."""
+"""The one tree of settings: names, types, bounds, defaults, meaning.
+
+Its sections are in sections.py and auth_sections.py; loading is in config_sources.py.
+"""
 
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
+
+from server.auth_sections import STATE_DATABASE, AuthSettings
+from server.sections import (
+    AdminSettings,
+    EngineSettings,
+    GatewaySettings,
+    LogSettings,
+    SelfCheckSettings,
+    StubSettings,
+)
 
 ENV_PREFIX = "LAPILLI_"
 ENV_DELIMITER = "__"
-DEMO_MODEL = "demo"
-DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
-STATE_DATABASE = "lapilli/lapilli.db"
 
 SHORT_FLAGS = {
     "gateway.host": "--host",
@@ -34,200 +41,6 @@ SHORT_FLAGS = {
     "log.level": "--log-level",
 }
 """Leaves with a second, short flag."""
-
-
-def default_database_url(env: Mapping[str, str]) -> str:
-    """SQLite file in the user's state folder, by the XDG rules (a relative XDG_STATE_HOME does not count)."""
-    state = env.get("XDG_STATE_HOME", "")
-    base = Path(state) if os.path.isabs(state) else Path(env.get("HOME") or Path.home()) / ".local" / "state"
-    return f"sqlite+aiosqlite:///{base / STATE_DATABASE}"
-
-
-def _json_object(value: Any) -> Any:
-    """Environment and flags carry `engine.args` as JSON text; YAML carries it as a mapping."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
-
-
-def _async_database_url(value: str) -> str:
-    """Checks that SQLAlchemy can read the URL and that its driver is there; quotes nothing of the URL."""
-    try:
-        url = make_url(value)
-    except (SQLAlchemyError, ValueError):
-        raise ValueError("not an SQLAlchemy URL") from None
-    try:
-        dialect = url.get_dialect()
-        if not dialect.is_async:
-            raise ValueError("the driver is not async (for SQLite write sqlite+aiosqlite)")
-        dialect.import_dbapi()
-    except NoSuchModuleError:
-        raise ValueError("SQLAlchemy knows no such database driver") from None
-    except ImportError as error:
-        raise ValueError(f"the driver is not installed ({error})") from None
-    return value
-
-
-class Section(BaseModel):
-    """A group of settings: closed (unknown keys are errors) and frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class GatewaySettings(Section):
-    """The HTTP side."""
-
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all IPv4.")
-    port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
-    workers: int = Field(1, ge=1, le=64, description="Gateway processes that share the engine and the port.")
-    max_body_bytes: int = Field(
-        4 * 2**20, ge=2**20, le=64 * 2**20, description="Largest request body in bytes, 1 MiB to 64 MiB."
-    )
-    keep_alive_timeout_s: int = Field(
-        75, ge=1, description="Seconds an idle connection is kept open for a next request."
-    )
-    request_timeout_s: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds a client may take to connect and send a request, head and body.",
-    )
-    read_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds a client may leave its answer unread (buffers full); then it is cut."
-    )
-    max_requests_in_flight: int = Field(
-        2048, ge=1, description="Most requests a worker holds at a time; further ones get 503."
-    )
-    drain_timeout_s: int = Field(
-        30, ge=0, description="Seconds that running requests may take to finish after SIGTERM or SIGINT."
-    )
-    sse_ping_s: float = Field(
-        15.0, gt=0, description="Seconds of silence in a stream before a keep-alive comment is sent."
-    )
-    coalesce_max_delay_ms: float = Field(
-        20.0,
-        ge=0,
-        le=1000,
-        description="Milliseconds a token may wait to share a frame, only when the gateway lags; 0: never.",
-    )
-
-
-class AdminSettings(Section):
-    """The port for probes and Prometheus, served apart from requests. Never open it to clients."""
-
-    host: str = Field("127.0.0.1", min_length=1, description="Address of the admin port.")
-    port: int = Field(9090, ge=0, le=65535, description="TCP port of the admin port; 0 takes a free one.")
-
-
-class EngineSettings(Section):
-    """The model and the engine that runs it."""
-
-    kind: Literal["vllm", "stub"] = Field(
-        "vllm", description="`vllm`, or `stub`: words at a set rate, no model, for tests and measurements."
-    )
-    model: str = Field(
-        DEMO_MODEL,
-        min_length=1,
-        description=f"Local folder or hub name; `{DEMO_MODEL}` is the demo model {DEMO_MODEL_NAME}.",
-    )
-    served_model_name: str | None = Field(
-        None, min_length=1, description="Name clients use; unset: the hub name, or the folder's last part."
-    )
-    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = Field(
-        "auto",
-        description="Type of weights and activations; `auto` is the model's own, float32 for demo on CPU.",
-    )
-    quantization: str | None = Field(
-        None, min_length=1, description="vLLM's quantization method; unset: what the model's config says."
-    )
-    tensor_parallel_size: int = Field(1, ge=1, description="Number of devices one model copy is split over.")
-    max_model_len: int | None = Field(
-        None, ge=1, description="Context length in tokens, prompt and output; unset: the model's own."
-    )
-    enforce_eager: bool | None = Field(
-        None, description="Run without compilation; unset: eager on CPU (ready sooner), compiled on GPU."
-    )
-    kv_cache_memory_gib: float | None = Field(
-        None, gt=0, description="KV cache in GiB; unset: 2 on CPU, vLLM's own sizing on GPU."
-    )
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Share (0 to 1) of each GPU's memory the engine may take."
-    )
-    max_num_seqs: int | None = Field(
-        None, ge=1, description="Most sequences in one engine step; unset: vLLM's default."
-    )
-    start_timeout_s: float = Field(
-        600.0, gt=0, description="Seconds the engine may take to start before the server gives up."
-    )
-    stall_limit_s: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds without a sign of life after which the engine is started again.",
-    )
-    max_restarts: int = Field(
-        5, ge=0, description="Engine restarts in a row (none serving for 10 minutes) before the server ends."
-    )
-    args: Annotated[dict[str, Any], BeforeValidator(_json_object)] = Field(
-        {},
-        description="Further vLLM engine arguments by name; a JSON object in the environment and in flags.",
-    )
-
-    @property
-    def public_model_name(self) -> str:
-        """The model's name in the API: `served_model_name`, or what `model` gives."""
-        if self.served_model_name is not None:
-            return self.served_model_name
-        if self.model == DEMO_MODEL:
-            return DEMO_MODEL_NAME
-        folder = Path(self.model).expanduser()
-        return folder.resolve().name if folder.is_dir() else self.model
-
-
-class SelfCheckSettings(Section):
-    """The check of the engine's numbers before readiness."""
-
-    enabled: bool = Field(True, description="Score known token sequences before the server reports ready.")
-    golden: Path | None = Field(
-        None, description="File of expected log-probabilities (nat); unset: the demo model's own, else none."
-    )
-
-
-class StubSettings(Section):
-    """The stub engine; no effect with `engine.kind: vllm`."""
-
-    tokens_per_s: float = Field(50.0, gt=0, description="Output rate of each stream in tokens per second.")
-    ttft_ms: float = Field(20.0, ge=0, description="Milliseconds from request to first token.")
-    output_tokens: int = Field(
-        64, ge=1, description="Natural length of an answer in tokens, where max_tokens allows it."
-    )
-    max_model_len: int = Field(32768, ge=1, description="Context length in tokens the stub claims.")
-    start_delay_s: float = Field(0.0, ge=0, description="Seconds the stub takes to start, as a model would.")
-
-
-class AuthSettings(Section):
-    """API keys and where they are kept."""
-
-    database_url: Annotated[str, AfterValidator(_async_database_url)] = Field(
-        default_factory=lambda: default_database_url(os.environ),
-        repr=False,
-        description="SQLAlchemy URL with an async driver; a missing SQLite folder is made, mode 0700.",
-    )
-    refresh_s: float = Field(
-        2.0, gt=0, description="Seconds within which a running server sees keys created or revoked elsewhere."
-    )
-
-
-class LogSettings(Section):
-    """What is logged, and how."""
-
-    level: Literal["debug", "info", "warning", "error", "critical"] = Field(
-        "info", description="Least severe level that is logged."
-    )
-    format: Literal["auto", "json", "console"] = Field(
-        "auto", description="`json`, `console`, or `auto`: console when stderr is a terminal, else json."
-    )
 
 
 class Settings(BaseSettings):

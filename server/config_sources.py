@@ -13,7 +13,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
-from server.config import ENV_PREFIX, Leaf, Settings, default_database_url, leaves, sections, shown
+from server.auth_sections import default_database_url
+from server.config import ENV_PREFIX, Leaf, Settings, leaves, sections, shown
 
 DEFAULT_FILE = "configs/lapilli.yaml"
 CONFIG_VARIABLE = "LAPILLI_CONFIG"

@@ -22,7 +22,7 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from server.config import DEMO_MODEL_NAME
+from server.sections import DEMO_MODEL_NAME
 
 __all__ = [
     "DEMO_MODEL_NAME",

@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from server.config import LogSettings
+from server.sections import LogSettings
 
 QUIET_LOGGERS = {
     "uvicorn.access": logging.WARNING,

@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from server.config import DEMO_MODEL, Settings
+from server.config import Settings
 from server.config_sources import SettingsError
 from server.demo_model import ensure_demo_model
+from server.sections import DEMO_MODEL
 
 CPU_KV_CACHE_GIB = 2
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -15,7 +15,8 @@ import structlog
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from server.config import DEMO_MODEL, Settings
+from server.config import Settings
+from server.sections import DEMO_MODEL
 
 log = structlog.get_logger()
 

@@ -35,8 +35,8 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from server.config import StubSettings
 from server.engine.stub_model import EOS_ID, FIRST_WORD_ID, NUM_WORDS
+from server.sections import StubSettings
 
 PROCESS_NAME = "stub-engine-core"
 IDENTITY = (0).to_bytes(2, "little")  # data-parallel rank 0, as EngineCore names itself

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.config import Settings, StubSettings
+from server.config import Settings
 from server.context import RequestContext
 from server.engine import build
+from server.sections import StubSettings
 
 BODIES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.cli import run_command
-from server.config import DEMO_MODEL_NAME, EngineSettings, Settings, leaves, shown
+from server.config import Settings, leaves, shown
 from server.config_docs import DOCUMENT_PATH, YAML_PATH, with_table, yaml_file
 from server.config_sources import SettingsError, load_settings
+from server.sections import DEMO_MODEL_NAME, EngineSettings
 
 MEMORY = "sqlite+aiosqlite:///:memory:"
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from server.config import EngineSettings, SelfCheckSettings, Settings
+from server.config import Settings
 from server.engine.selfcheck import DEMO_GOLDEN, SelfCheckError, golden_file, mean_difference, read_golden
+from server.sections import EngineSettings, SelfCheckSettings
 
 
 def test_mean_difference() -> None:
