@@ -170,15 +170,13 @@ class SelfCheckSettings(Section):
     )
 
 
-def _domains(value: Any) -> Any:
-    """Environment and flags carry a list of hosts as text with commas; YAML carries a list."""
+def _host_list(value: Any) -> Any:
+    """Environment and flags carry a list of hosts as text, with commas or as JSON; YAML carries a list."""
     if isinstance(value, str):
-        value = [item.strip() for item in value.split(",") if item.strip()]
-    return (
-        [item.lower() if isinstance(item, str) else item for item in value]
-        if isinstance(value, list)
-        else value
-    )
+        value = json.loads(value) if value.startswith("[") else value.split(",")
+    if not isinstance(value, list):
+        return value
+    return [item.strip().lower() if isinstance(item, str) else item for item in value if item != ""]
 
 
 HostName = Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,253}$")]
@@ -206,7 +204,7 @@ class RequestSettings(Section):
         "text",
         description="Control tokens spelled in messages: `text` keeps them text, `allow` lets them act.",
     )
-    media_domains: Annotated[list[HostName], BeforeValidator(_domains)] = Field(
+    media_domains: Annotated[list[HostName], BeforeValidator(_host_list)] = Field(
         [],
         description="Hosts media may be fetched from, exact names with commas; none: data: URLs only.",
     )

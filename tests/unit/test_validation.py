@@ -16,7 +16,7 @@ VOCAB, LENGTH = 1000, 512
 HI = [{"role": "user", "content": "hi"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwC"
 NUMBERS = {
     "temperature": (0, 2), "top_p": (0.001, 1), "min_p": (0, 1), "top_k": (-1, 2**31 - 1),
     "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
@@ -346,21 +346,25 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
+def _checked_or_400(kind: str, body: bytes) -> None:
+    try:
+        getattr(RULES, kind)(body)
+    except ApiError as error:
+        refused = error
+    else:
+        return
+    assert refused.status == 400
+    orjson.dumps(refused.body())
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6))
 def test_fuzz_fields(kind: str, fields: dict[str, Any]) -> None:
     """Whatever the fields are, they are either checked or one 400."""
-    try:
-        getattr(RULES, kind)(orjson.dumps(fields))
-    except ApiError as error:
-        assert error.status == 400
-        orjson.dumps(error.body())
+    _checked_or_400(kind, orjson.dumps(fields))
 
 
 @given(st.sampled_from(KINDS), st.binary(max_size=64))
 def test_fuzz_bytes(kind: str, body: bytes) -> None:
     """Nor does any string of bytes get past the reader in another way."""
-    try:
-        getattr(RULES, kind)(body)
-    except ApiError as error:
-        assert error.status == 400
+    _checked_or_400(kind, body)
