@@ -26,6 +26,7 @@ from server.config import Settings
 from server.connection import connection_class
 from server.engine.client import Engine
 from server.engine.core import EngineStartError
+from server.engine.grammar import GrammarChecker
 from server.engine.selfcheck import SelfCheckError
 from server.gateway import Gateway
 from server.logs import configure_logging
@@ -62,17 +63,18 @@ def run(plan: WorkerPlan) -> None:
     setproctitle.setproctitle(f"lapilli-{plan.name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     configure_logging(plan.settings.log)
+    grammars = GrammarChecker(plan.config, plan.settings.requests)  # forks: before loop and threads
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(plan))
+        runner.run(_serve(plan, grammars))
 
 
-async def _serve(plan: WorkerPlan) -> None:
+async def _serve(plan: WorkerPlan, grammars: GrammarChecker) -> None:
     settings = plan.settings
     keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
     await keys.open()
     metrics = RequestMetrics(settings.engine.public_model_name)
     gateway = Gateway(
-        settings, keys, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+        settings, keys, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table, grammars)
     )
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
@@ -89,6 +91,7 @@ async def _serve(plan: WorkerPlan) -> None:
         tasks.cancel()
         batched.flush()
         worker.close()
+        grammars.close()
         await keys.close()
 
 

@@ -111,6 +111,11 @@ def _engine_args(settings: Settings, model: str, *, on_cpu: bool) -> dict[str, A
         "max_model_len": engine.max_model_len,
         "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
         "max_num_seqs": engine.max_num_seqs,
+        # An engine core keeps to the backend of its first grammar (vllm/v1/structured_output/__init__.py), so
+        # "auto", which picks one for each grammar, would make answers depend on who came first.
+        "structured_outputs_config": {"backend": "xgrammar"},
+        # Empty would mean any host. The validator says the same, earlier and in clear words.
+        "allowed_media_domains": settings.requests.media_domains or ["none.invalid"],
     }
     if not on_cpu:
         args["gpu_memory_utilization"] = engine.gpu_memory_utilization

@@ -17,6 +17,7 @@ from server.config import Settings
 from server.context import RequestContext
 from server.engine import build
 from server.engine.core import EngineStartError
+from server.engine.grammar import GrammarChecker
 from server.engine.llm import TrackedLLM
 from server.engine.pace import OutputPace
 from server.engine.selfcheck import run_self_check
@@ -48,18 +49,20 @@ class Engine:
         on_gap: Callable[[float, int], None],
         on_lag: Callable[[float], None] = lambda _lag_s: None,
         table: Any = None,
+        grammars: GrammarChecker | None = None,
     ) -> None:
         """`config` is vLLM's (build.vllm_config).
 
         `on_gap(gap_s, num_tokens)` is called for each later output of a stream, `on_lag(lag_s)` for each
         step of the engine with the time from its end to our work on it. `table` is the shared memory of a
-        RequestTable; None: nobody has to know this worker's requests.
+        RequestTable; None: nobody has to know this worker's requests. `grammars` tries grammars apart.
         """
         self.settings = settings
         self._config = config
         self._on_gap = on_gap
         self._pace = OutputPace(settings.gateway.coalesce_max_delay_ms / 1000, on_lag)
         self._table = table
+        self._grammars = grammars
         self.state = EngineState.STARTING
         self.reason: str | None = None
         """Why the engine does not serve, for people; None in READY."""
@@ -87,6 +90,7 @@ class Engine:
             return TrackedLLM(
                 on_gap=self._on_gap,
                 pace=self._pace,
+                grammars=self._grammars,
                 vllm_config=config,
                 executor_class=Executor.get_class(config),
                 log_stats=True,

@@ -14,6 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from server.context import RequestContext
+from server.engine.grammar import GrammarChecker
 from server.engine.pace import OutputPace
 from server.engine.sink import TokenSink
 from server.engine.stats import BatchedStatLogger
@@ -27,8 +28,19 @@ class TrackedLLM(AsyncLLM):
     (`RequestContext.id`), which is how an output finds its context.
     """
 
-    def __init__(self, *, on_gap: Callable[[float, int], None], pace: OutputPace, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        on_gap: Callable[[float, int], None],
+        pace: OutputPace,
+        grammars: GrammarChecker | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(stat_loggers=[BatchedStatLogger], **kwargs)
+        self.grammars = grammars
+        """Tries grammars before they are sent; None: vLLM checks them, on the event loop."""
+        if grammars is not None:
+            self.input_processor.structured_outputs_config = None  # leaves its own check out
         self.contexts: WeakValueDictionary[str, RequestContext] = WeakValueDictionary()
         self._on_gap = on_gap
         self._pace = pace
@@ -39,13 +51,37 @@ class TrackedLLM(AsyncLLM):
         """As AsyncLLM.generate; for a context marked `lean`, the request not yet sent (LeanRequest)."""
         ctx = self.contexts.get(request_id.split("-", 2)[1]) if "-" in request_id else None
         if ctx is None:
-            return super().generate(prompt, sampling_params, request_id, **kwargs)
+            return self._checked(
+                super().generate(prompt, sampling_params, request_id, **kwargs), sampling_params
+            )
         streamed = sampling_params.output_kind is RequestOutputKind.DELTA
         times = TokenTimes(ctx, self._on_gap, streamed=streamed)
         if ctx.lean:
             sink = TokenSink(ctx, times, self._pace)
             return LeanRequest(self, prompt, sampling_params, request_id, kwargs, sink)
-        return _noting(super().generate(prompt, sampling_params, request_id, **kwargs), times)
+        outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
+        return _noting(self._checked(outputs, sampling_params), times)
+
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Raises GrammarRefused for a grammar that the engine must not get."""
+        if self.grammars is not None and params.structured_outputs is not None:
+            await self.grammars.check(params.structured_outputs)
+
+    def _checked(
+        self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`outputs`, which send the request at their first step, after a check of its grammar."""
+        if self.grammars is None or params.structured_outputs is None:
+            return outputs
+        return self._after_check(outputs, params)
+
+    async def _after_check(
+        self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async with aclosing(outputs):
+            await self.check_grammar(params)
+            async for output in outputs:
+                yield output
 
 
 async def _noting(
@@ -84,6 +120,7 @@ class LeanRequest:
         llm, options = self.llm, self.options
         if llm.errored:
             raise EngineDeadError
+        await llm.check_grammar(self.params)
         request = llm.input_processor.process_inputs(
             self.request_id,
             self.prompt,

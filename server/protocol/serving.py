@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from server.config import Settings
 from server.context import RequestContext
 from server.errors import ApiError, internal_error, unavailable
+from server.protocol.forms import AnswerForms
 from server.protocol.lean import LeanServingChat
 from server.streaming import StreamBroken
 from server.validation import ModelLimits, Validator
@@ -67,6 +68,7 @@ class OpenAIProtocol:
             llm, self._models, online_renderer=renderer, request_logger=None
         )
         self._renderer = renderer
+        self._forms = AnswerForms(llm.grammars)
         self.validator = Validator(ModelLimits.of(llm.model_config, llm.renderer, settings.requests))
 
     def warm_up(self) -> None:
@@ -79,13 +81,17 @@ class OpenAIProtocol:
 
     async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
-        request = _parse(ChatCompletionRequest, self.validator.chat(body), ctx)
+        fields = self.validator.chat(body)
+        await self._forms.check(fields)
+        request = _parse(ChatCompletionRequest, fields, ctx)
         ctx.lean = self.lean and self._chat.is_plain(request)
         return await _serve(self._chat.create_chat_completion, request)
 
     async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one text completion, as `chat`."""
-        request = _parse(CompletionRequest, self.validator.completion(body), ctx)
+        fields = self.validator.completion(body)
+        await self._forms.check(fields)
+        request = _parse(CompletionRequest, fields, ctx)
         return await _serve(self._completion.create_completion, request)
 
 
