@@ -1,8 +1,7 @@
-"""From a request's body to vLLM's request models, without the fields that are not the client's to set."""
+"""From checked fields to vLLM's request models."""
 
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
@@ -10,32 +9,14 @@ from vllm.exceptions import VLLMError
 from server.errors import ApiError
 from server.protocol.answers import api_error, validation_error
 
-SERVER_FIELDS = (
-    *("request_id", "priority", "session_id", "cache_salt", "vllm_xargs", "kv_transfer_params"),
-    *("ec_transfer_params", "chat_template"),
-)
-"""Body fields that vLLM would obey and that are not the client's to set; they are ignored."""
-
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def read_fields(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object, without the fields that are the server's. Raises ApiError."""
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error.msg}.", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    for name in SERVER_FIELDS:
-        fields.pop(name, None)
-    return fields
-
-
 def parse(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
-    """The fields as one of vLLM's request models. Raises ApiError."""
+    """The fields (server/validation/) as one of vLLM's request models. Raises ApiError."""
+    known = {name: value for name, value in fields.items() if name in model.model_fields}
     try:
-        return model.model_validate(fields)
+        return model.model_validate(known)
     except ValidationError as error:
         raise validation_error(error) from None
     except (VLLMError, ValueError) as error:
@@ -43,10 +24,3 @@ def parse(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
     except (TypeError, AttributeError, KeyError, IndexError):
         # vLLM's checks that run before pydantic's own stumble over shapes they do not expect.
         raise ApiError(400, "A field of the request has the wrong shape.") from None
-
-
-def check_integer(fields: dict[str, Any], name: str, *, least: int = 1) -> None:
-    """An integer of at least `least`, where the field is given. vLLM would take "10" and true."""
-    value = fields.get(name)
-    if value is not None and (type(value) is not int or value < least):
-        raise ApiError(400, f"'{name}' must be an integer of at least {least}.", param=name)

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
 from server.context import RequestContext
 from server.protocol.answers import Answer, events_of, json_of, result_of
-from server.protocol.bodies import check_integer, parse
+from server.protocol.bodies import parse
 from server.protocol.parts import Parts
 from server.streaming import StreamBroken
 
@@ -84,8 +84,7 @@ class Messages:
 
     async def create(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one message: the JSON body, or a generator of SSE events. Raises ApiError."""
-        fields = self._parts.read(body)
-        check_integer(fields, "max_tokens")
+        fields = self._parts.served(self._parts.validator.messages(body))
         request = parse(AnthropicMessagesRequest, fields)
         ctx.stream = bool(request.stream)
         result = await result_of(self._serving.create_messages(request, ctx))
@@ -96,7 +95,8 @@ class Messages:
 
     async def count_tokens(self, body: bytes) -> bytes:
         """The number of input tokens the message would have. Raises ApiError."""
-        request = parse(AnthropicCountTokensRequest, self._parts.read(body))
+        fields = self._parts.served(self._parts.validator.messages(body))
+        request = parse(AnthropicCountTokensRequest, fields)
         return json_of(await result_of(self._serving.count_tokens(request)), exclude_none=True)
 
 

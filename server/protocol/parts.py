@@ -7,7 +7,8 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from server.errors import ApiError
-from server.protocol.bodies import read_fields
+from server.sections import RequestSettings
+from server.validation import ModelLimits, Validator
 
 CONTENT_FORMAT = "auto"
 
@@ -19,14 +20,12 @@ class Parts:
     llm: Any
     models: OpenAIServingModels
     renderer: OnlineRenderer
+    validator: Validator
 
-    def read(self, body: bytes) -> dict[str, Any]:
-        """A request's body as fields, its model known to be served. Raises ApiError."""
-        fields = read_fields(body)
+    def served(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The same fields, where the model they name is served here. Raises ApiError (404)."""
         name = fields.get("model")
-        if not isinstance(name, str):
-            return fields  # absent, or refused with the other fields
-        if not self.models.is_base_model(name) and name not in self.models.lora_requests:
+        if name is not None and not self.models.is_base_model(name) and name not in self.models.lora_requests:
             raise unknown_model()
         return fields
 
@@ -46,8 +45,8 @@ def unknown_model() -> ApiError:
     return ApiError(404, "This model is not served here.", code="model_not_found", param="model")
 
 
-def make_parts(llm: Any, models: OpenAIServingModels) -> Parts:
-    """The parts over one engine client."""
+def make_parts(llm: Any, models: OpenAIServingModels, settings: RequestSettings) -> Parts:
+    """The parts over one engine client; `settings` bound what clients may ask for."""
     renderer = OnlineRenderer(
         llm.model_config,
         llm.renderer,
@@ -55,4 +54,5 @@ def make_parts(llm: Any, models: OpenAIServingModels) -> Parts:
         chat_template=None,
         chat_template_content_format=CONTENT_FORMAT,
     )
-    return Parts(llm, models, renderer)
+    validator = Validator(ModelLimits.of(llm.model_config, llm.renderer, settings))
+    return Parts(llm, models, renderer, validator)

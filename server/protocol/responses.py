@@ -14,7 +14,7 @@ from vllm.exceptions import GenerationError
 from server.context import RequestContext
 from server.errors import ApiError
 from server.protocol.answers import ENGINE_ERRORS, Answer, as_api_error, json_of, result_of
-from server.protocol.bodies import check_integer, parse
+from server.protocol.bodies import parse
 from server.protocol.parts import Parts
 from server.protocol.response_store import OPEN, ResponseStore
 from server.sections import GatewaySettings
@@ -117,8 +117,7 @@ class Responses:
 
     async def create(self, body: bytes, ctx: RequestContext) -> Answer:
         """Makes a response: its JSON body, or a generator of SSE events."""
-        fields = self._parts.read(body)
-        check_integer(fields, "max_output_tokens")
+        fields = self._parts.served(self._parts.validator.responses(body))
         self._check_store(fields, ctx)
         response_id = PREFIX + ctx.id
         request = parse(ResponsesRequest, fields | {"request_id": response_id})

@@ -16,9 +16,8 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
 from server.config import Settings
 from server.context import RequestContext
-from server.errors import ApiError
 from server.protocol.answers import Answer, events_of, json_of, result_of
-from server.protocol.bodies import check_integer, parse
+from server.protocol.bodies import parse
 from server.protocol.lean import LeanServingChat
 from server.protocol.messages import Messages
 from server.protocol.models import Models
@@ -36,7 +35,7 @@ class OpenAIProtocol:
         self.lean = True
         """Whether plain streams take the lean path; off, all take vLLM's (the reference in tests)."""
         name = settings.engine.public_model_name
-        parts = make_parts(llm, OpenAIServingModels(llm, [BaseModelPath(name, name)]))
+        parts = make_parts(llm, OpenAIServingModels(llm, [BaseModelPath(name, name)]), settings.requests)
         self._parts = parts
         self._chat = LeanServingChat(llm, parts.models, "assistant", **parts.chat_options)
         self._completion = OpenAIServingCompletion(
@@ -53,25 +52,20 @@ class OpenAIProtocol:
 
     async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
-        fields = self._parts.read(body)
-        messages = fields.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise ApiError(400, "'messages' must be a list of at least one message.", param="messages")
+        fields = self._parts.served(self._parts.validator.chat(body))
         request = _parse(ChatCompletionRequest, fields, ctx)
         ctx.lean = self.lean and self._chat.is_plain(request)
         return _answer(await result_of(self._chat.create_chat_completion(request)))
 
     async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one text completion, as `chat`."""
-        request = _parse(CompletionRequest, self._parts.read(body), ctx)
+        fields = self._parts.served(self._parts.validator.completion(body))
+        request = _parse(CompletionRequest, fields, ctx)
         return _answer(await result_of(self._completion.create_completion(request)))
 
 
 def _parse(model: type[RequestT], fields: dict[str, Any], ctx: RequestContext) -> RequestT:
     """The body as vLLM's request model, with the engine's request id set to the context's."""
-    # 0 only where the prompt is echoed.
-    check_integer(fields, "max_tokens", least=0 if fields.get("echo") else 1)
-    check_integer(fields, "max_completion_tokens")
     request = parse(model, fields | {"request_id": ctx.id})
     ctx.stream = bool(request.stream)
     return request
