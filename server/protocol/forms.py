@@ -14,7 +14,7 @@ from server.errors import ApiError, unavailable
 
 
 class AnswerForms:
-    """Checks `response_format` and `structured_outputs` of a validated body."""
+    """Checks `response_format`, `structured_outputs` and `text.format` of a validated body."""
 
     def __init__(self, grammars: GrammarChecker | None) -> None:
         self._grammars = grammars
@@ -47,6 +47,9 @@ def _constraints(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
             found.append(("response_format", {"json": form["json_schema"]["schema"]}))
         elif form["type"] == "structural_tag":
             found.append(("response_format", {"structural_tag": orjson.dumps(form).decode()}))
+    form = text.get("format") if isinstance(text := fields.get("text"), dict) else None  # /v1/responses
+    if isinstance(form, dict) and form.get("type") == "json_schema" and isinstance(form.get("schema"), dict):
+        found.append(("text.format", {"json": form["schema"]}))
     if (given := fields.get("structured_outputs")) is not None:
         known = {name: given[name] for name in (*CONSTRAINTS, *OPTIONS) if given.get(name) is not None}
         found.append(("structured_outputs", known))
