@@ -205,6 +205,10 @@ class RequestSettings(Section):
     grammar_timeout_s: float = Field(
         2.0, gt=0, le=60, description="Seconds a grammar may take to compile, in a process apart; then 400."
     )
+    grammars: Literal["all", "schemas"] = Field(
+        "all",
+        description="`schemas`: JSON schemas, choices, regexes; `all`: free grammars and structural tags too.",
+    )
     control_tokens: Literal["text", "allow"] = Field(
         "text",
         description="Control tokens spelled in messages: `text` keeps them text, `allow` lets them act.",

@@ -7,6 +7,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from server.errors import ApiError
+from server.protocol.control_tokens import keep_control_tokens
 from server.protocol.forms import AnswerForms
 from server.sections import RequestSettings
 from server.validation import ModelLimits, Validator
@@ -56,5 +57,8 @@ def make_parts(llm: Any, models: OpenAIServingModels, settings: RequestSettings)
         chat_template=None,
         chat_template_content_format=CONTENT_FORMAT,
     )
+    if settings.control_tokens == "text":
+        hides_text = not llm.model_config.enable_prompt_embeds
+        keep_control_tokens(llm.renderer, hides_text=hides_text)
     validator = Validator(ModelLimits.of(llm.model_config, llm.renderer, settings))
     return Parts(llm, models, renderer, validator, AnswerForms(llm.grammars))

@@ -197,11 +197,11 @@ class Validator:
         settle_greedy(fields)
 
     def _check_forms(self, fields: dict[str, Any]) -> None:
-        max_bytes = self.limits.settings.grammar_max_bytes
+        max_bytes, free = self.limits.settings.grammar_max_bytes, self.limits.settings.grammars == "all"
         if fields.get("response_format") is not None:
-            check_response_format(fields["response_format"], max_bytes)
+            check_response_format(fields["response_format"], max_bytes, free=free)
         if fields.get("structured_outputs") is not None:
-            check_structured_outputs(fields["structured_outputs"], max_bytes)
+            check_structured_outputs(fields["structured_outputs"], max_bytes, free=free)
 
     def _check_sequences(self, fields: dict[str, Any], num_prompts: int, name: str = "n") -> None:
         """`best_of` above n would need answers that nobody sees; n times prompts is bounded."""

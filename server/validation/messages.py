@@ -129,18 +129,20 @@ def _check_function(where: str, function: Any) -> None:
         _small_json(f"{where}.arguments", arguments)
         function["arguments"] = orjson.dumps(arguments).decode()
     else:
-        _check_arguments(f"{where}.arguments", arguments)
+        _check_arguments(f"{where}.arguments", function, arguments)
 
 
-def _check_arguments(where: str, arguments: Any) -> None:
-    """Text that is JSON: templates are given the value, so what can't be read can't be rendered."""
+def _check_arguments(where: str, function: dict[str, Any], arguments: Any) -> None:
+    """Templates are given the value of this text: what is no JSON becomes an empty object, as vLLM has it."""
     _text(where, arguments)
     if not arguments.strip():
         return
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        raise refuse("invalid_value", where, f"Invalid '{where}': not valid JSON.") from None
+        # A model wrote it once, cut short perhaps: to refuse it would end the conversation for good.
+        function["arguments"] = "{}"
+        return
     _small_json(where, value)
 
 

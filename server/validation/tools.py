@@ -17,6 +17,7 @@ from server.validation.rules import (
     one_of,
     refuse,
     text,
+    unsupported,
     wrong_type,
 )
 
@@ -26,6 +27,7 @@ MAX_DESCRIPTION_CHARS = 16384
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 """OpenAI's letters, and those that MCP servers use besides."""
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+FREE_KINDS = ("grammar", "structural_tag")
 MAX_CHOICES = 1024
 
 _schema = bounded_json(48, 20_000)
@@ -109,7 +111,9 @@ def _check_choice(choice: Any, names: set[str]) -> None:
         raise refuse("invalid_value", "tool_choice", "Invalid 'tool_choice': 'required' needs 'tools'.")
 
 
-def check_response_format(value: Any, max_bytes: int, where: str = "response_format") -> None:
+def check_response_format(
+    value: Any, max_bytes: int, *, free: bool = True, where: str = "response_format"
+) -> None:
     """`{"type": "text" | "json_object" | "json_schema" | "structural_tag", ...}`."""
     checked_object(where, value)
     kind = value.get("type")
@@ -117,6 +121,8 @@ def check_response_format(value: Any, max_bytes: int, where: str = "response_for
         raise missing(f"{where}.type")
     one_of("text", "json_object", "json_schema", "structural_tag")(f"{where}.type", kind)
     if kind == "structural_tag":
+        if not free:
+            raise unsupported(where)
         _schema(where, value)
         _check_size(where, value, max_bytes)
     elif kind == "json_schema":
@@ -145,8 +151,10 @@ def check_schema(where: str, schema: Any, max_bytes: int) -> None:
     _check_size(where, schema, max_bytes)
 
 
-def check_structured_outputs(value: Any, max_bytes: int, where: str = "structured_outputs") -> None:
-    """vLLM's field: exactly one kind of constraint, of a bounded size."""
+def check_structured_outputs(
+    value: Any, max_bytes: int, *, free: bool = True, where: str = "structured_outputs"
+) -> None:
+    """vLLM's field: exactly one kind of constraint, of a bounded size; `free`: also one that is no schema."""
     checked_object(where, value)
     given = [kind for kind in CONSTRAINTS if value.get(kind) is not None]
     if len(given) != 1:
@@ -154,6 +162,8 @@ def check_structured_outputs(value: Any, max_bytes: int, where: str = "structure
         raise refuse("invalid_value", where, message)
     kind = given[0]
     constraint, where_kind = value[kind], f"{where}.{kind}"
+    if kind in FREE_KINDS and not free:
+        raise unsupported(where_kind)
     if kind == "json_object":
         if constraint is not True:
             raise refuse("invalid_value", where_kind, f"Invalid '{where_kind}': only true has a meaning.")
