@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -24,6 +25,23 @@ def _json_object(value: Any) -> Any:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
+
+
+def _comma_separated(value: Any) -> Any:
+    """Environment and flags carry lists as text; YAML carries them as lists."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _origin(value: str) -> str:
+    """An origin as browsers send it (RFC 6454), or `*`: anything else would never match."""
+    parts = urlsplit(value)
+    origin = f"{parts.scheme}://{parts.netloc}"
+    if value != "*" and (not parts.scheme or not parts.netloc or origin != value or value != value.lower()):
+        raise ValueError("an origin is written as scheme://host or scheme://host:port, in lower case, or *")
+    return value
+
+
+Origins = Annotated[list[Annotated[str, AfterValidator(_origin)]], BeforeValidator(_comma_separated)]
 
 
 class GatewaySettings(Section):
@@ -61,6 +79,21 @@ class GatewaySettings(Section):
         le=1000,
         description="Milliseconds a token may wait to share a frame, only when the gateway lags; 0: never.",
     )
+    cors_origins: Origins = Field(
+        [], description="Origins whose web pages may call the API, or `*`; empty: no CORS headers."
+    )
+    cors_allow_credentials: bool = Field(
+        False, description="Let those pages send cookies (of a proxy in front); not together with `*`."
+    )
+    cors_max_age_s: int = Field(
+        600, ge=0, description="Seconds a browser may remember the answer to a CORS pre-flight."
+    )
+
+    @model_validator(mode="after")
+    def _no_credentials_for_all(self) -> "GatewaySettings":
+        if self.cors_allow_credentials and "*" in self.cors_origins:
+            raise ValueError("cors_allow_credentials can't be used with cors_origins *: name the origins")
+        return self
 
 
 class AdminSettings(Section):

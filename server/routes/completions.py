@@ -9,6 +9,7 @@ from server.context import RequestContext
 from server.gateway import context_of, gateway_of
 from server.protocol.serving import Answer
 from server.routes.access import ready_protocol
+from server.routes.body import json_body
 from server.streaming import stream_response, until_disconnect
 
 router = APIRouter()
@@ -32,7 +33,7 @@ async def _complete(
     request: Request, serve: Callable[[bytes, RequestContext], Coroutine[Any, Any, Answer]]
 ) -> Response:
     gateway, ctx = gateway_of(request), context_of(request)
-    body = await request.body()
+    body = await json_body(request)
     gateway.engine.track(ctx)
     answer = await until_disconnect(request, ctx, serve(body, ctx))
     if isinstance(answer, bytes):
