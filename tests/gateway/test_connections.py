@@ -58,7 +58,7 @@ def test_unfinished_requests_are_closed(strict: Server, sent: str) -> None:
         else:
             connection.sendall(whole[sent])
         answer = _to_the_end(connection)
-    assert answer.startswith(b"HTTP/1.1 408") == (sent != "nothing")
+    assert (b"HTTP/1.1 408" in answer) == (sent != "nothing")
     poll(strict.drained, "drained")
 
 
