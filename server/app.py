@@ -7,7 +7,7 @@ from server.cors import Cors
 from server.gateway import Gateway
 from server.methods import HeadAsGet
 from server.middleware import BodyLimit, RequestScope
-from server.routes import completions, models
+from server.routes import completions, messages, models, responses, tokens
 from server.routes.health import health_router
 
 
@@ -17,8 +17,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
     errors.install(app)
     methods.install(app)
-    for router in (completions.router, models.router, health_router(gateway.settings, gateway.health)):
-        app.include_router(router)
+    for noun in (completions, responses, messages, models, tokens):
+        app.include_router(noun.router)
+    app.include_router(health_router(gateway.settings, gateway.health))
     # add_middleware puts each new layer outside the former: the last one is the outermost.
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes)

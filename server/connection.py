@@ -26,7 +26,7 @@ HEAD_TOO_LARGE = ApiError(
 
 def _on_the_wire(error: ApiError) -> bytes:
     """`error` as the last answer of a connection."""
-    response = error.response()
+    response = error.response("")
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
     lines += [name + b": " + value for name, value in response.raw_headers]
     return b"\r\n".join([*lines, b"", bytes(response.body)])

@@ -62,4 +62,4 @@ class Cors(CORSMiddleware):
 
 
 def _refused(message: str, headers: dict[str, str]) -> Response:
-    return ApiError(400, message, code="cors_refused", headers=headers).response()
+    return ApiError(400, message, code="cors_refused", headers=headers).response("")

@@ -36,7 +36,8 @@ async def _method_not_allowed(request: Request, _error: Exception) -> Response:
     allow = {"Allow": ", ".join(sorted(_methods(request)))}
     if request.method == "OPTIONS":
         return Response(status_code=204, headers=allow)
-    return ApiError(405, "Method Not Allowed.", code="method_not_allowed", headers=allow).response()
+    error = ApiError(405, "Method Not Allowed.", code="method_not_allowed", headers=allow)
+    return error.response(request.url.path)
 
 
 def _methods(request: Request) -> set[str]:

@@ -122,6 +122,12 @@ class GatewaySettings(Section):
             raise ValueError("not with cors_origins *: any page could act with its visitor's cookies")
         return value
 
+    response_store_mib: int = Field(
+        64,
+        ge=0,
+        description="MiB (as JSON) of stored responses of /v1/responses, with one worker only; 0: none.",
+    )
+
 
 class AdminSettings(Section):
     """The port for probes and Prometheus, served apart from requests. Never open it to clients."""
