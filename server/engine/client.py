@@ -19,6 +19,7 @@ from server.engine import build
 from server.engine.core import EngineStartError
 from server.engine.llm import TrackedLLM
 from server.engine.pace import OutputPace
+from server.engine.rendering import render_short_prompts_on_loop
 from server.engine.selfcheck import run_self_check
 from server.engine.table import RequestTable
 
@@ -77,6 +78,7 @@ class Engine:
         self.llm = llm = await asyncio.to_thread(self._attach_blocking, addresses, index, count)
         if self._table is not None:
             llm.output_processor.request_states = RequestTable(self._table)
+        render_short_prompts_on_loop(llm.renderer)
         # vLLM asks the environment for each token otherwise (its engine core does the same).
         vllm.envs.enable_envs_cache()
         return llm
@@ -99,10 +101,13 @@ class Engine:
             raise EngineStartError(f"no connection to the engine core: {error}") from error
 
     async def check(self) -> None:
-        """Checks the core's numbers; raises SelfCheckError, or EngineDeadError when it ends meanwhile."""
+        """Checks the core's numbers; raises SelfCheckError, or EngineStartError when it ends meanwhile."""
         assert self.llm is not None
         if self.settings.engine.kind == "vllm" and self.settings.selfcheck.enabled:
-            await run_self_check(self.llm, self.settings)
+            try:
+                await run_self_check(self.llm, self.settings)
+            except EngineDeadError as error:
+                raise EngineStartError("the engine ended while it was checked") from error
 
     def become_ready(self) -> None:
         """Requests can be served from now on; no effect on an engine that has ended meanwhile."""
