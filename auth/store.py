@@ -33,7 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from auth.keys import PREFIX_CHARS, hash_key, is_key, new_key
-from auth.principal import Principal
+from auth.principal import DEFAULT_TENANT, Principal
 
 FIRST_KEY_ID = "key_first"
 MAX_NAME_CHARS = 100
@@ -188,7 +188,7 @@ class KeyStore:
             row = (await connection.execute(query)).one_or_none()
         if row is None or not hmac.compare_digest(row.hash, digest):
             return None
-        principal = Principal(key_id=row.id, key_name=row.name)
+        principal = Principal(tenant=DEFAULT_TENANT, key_id=row.id, key_name=row.name)
         # A refresh during the query may have seen a revocation that the query did not.
         if counts == self._counts:
             self._cache[digest] = principal

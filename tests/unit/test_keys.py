@@ -166,7 +166,7 @@ def test_create_list_authenticate_revoke(url):
             assert re.fullmatch(r"key_[0-9a-f]{12}", key.id)
             assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", key.created_at)
             assert await store.list() == [key]
-            assert await store.authenticate(secret) == Principal(key.id, "team a")
+            assert await store.authenticate(secret) == Principal("default", key.id, "team a")
             assert await store.authenticate(OTHER) is None
             revoked = await store.revoke(key.id)
             assert revoked.revoked_at >= key.created_at
@@ -239,7 +239,7 @@ def test_processes_that_race_make_one_first_key(url):
 
     async def check():
         async with opened(url) as store:
-            assert await store.authenticate(secrets[0]) == Principal("key_first", "first")
+            assert await store.authenticate(secrets[0]) == Principal("default", "key_first", "first")
             assert len(await store.list()) == 1
 
     asyncio.run(check())
