@@ -15,11 +15,10 @@ from vllm.v1.executor import Executor
 
 from server.config import Settings
 from server.context import RequestContext
-from server.engine import build
+from server.engine import build, rendering
 from server.engine.core import EngineStartError
 from server.engine.llm import TrackedLLM
 from server.engine.pace import OutputPace
-from server.engine.rendering import render_short_prompts_on_loop
 from server.engine.selfcheck import run_self_check
 from server.engine.table import RequestTable
 
@@ -78,7 +77,7 @@ class Engine:
         self.llm = llm = await asyncio.to_thread(self._attach_blocking, addresses, index, count)
         if self._table is not None:
             llm.output_processor.request_states = RequestTable(self._table)
-        render_short_prompts_on_loop(llm.renderer)
+        rendering.tame(llm.renderer)
         # vLLM asks the environment for each token otherwise (its engine core does the same).
         vllm.envs.enable_envs_cache()
         return llm

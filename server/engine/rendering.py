@@ -1,10 +1,15 @@
-"""Short prompts are rendered on the event loop, long ones in vLLM's thread.
+"""Short prompts are rendered on the event loop, long ones in vLLM's thread, a few at a time.
 
 vLLM hands each chat template and each tokenisation to a thread (vllm/renderers/base.py). For a short prompt
 that costs more than the work itself: two hops, each with a wait for the interpreter's lock while the loop is
 busy. A long prompt would hold up every other stream for longer than that.
+
+vLLM's limit on the time of a chat template (VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT, 30 s) runs while the template
+waits for the thread: of many long prompts that come together the later ones would fail, and each failure adds
+a thread. So they wait here, in the order of their coming, before that time begins.
 """
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -12,6 +17,8 @@ from typing import Any
 
 SHORT_CHARS = 4096
 """Characters of text that are rendered on the loop: some hundred microseconds of work."""
+LONG_AT_A_TIME = 2
+"""One in its chat template while the other is tokenised."""
 
 
 class ShortOnLoop(Executor):
@@ -58,7 +65,17 @@ def _chars(messages: list[Any]) -> int:
     return total
 
 
-def render_short_prompts_on_loop(renderer: Any) -> None:
+def tame(renderer: Any) -> None:
     """Makes `renderer` (vLLM's) do so. It keeps its pool's life and its replacement after a time-out."""
     executor = renderer._executor
     executor._inner = ShortOnLoop(executor._inner)
+    render_chat = renderer.render_chat_async
+    door = asyncio.Semaphore(LONG_AT_A_TIME)
+
+    async def bounded(conversations: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(_chars(messages) <= SHORT_CHARS for messages in conversations):
+            return await render_chat(conversations, *args, **kwargs)
+        async with door:
+            return await render_chat(conversations, *args, **kwargs)
+
+    renderer.render_chat_async = bounded

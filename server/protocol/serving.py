@@ -118,6 +118,8 @@ def _validation_error(error: ValidationError) -> ApiError:
 async def _serve(create: Any, request: Any) -> Answer:
     try:
         result = await create(request, None)
+    except TimeoutError:
+        raise unavailable("The prompt could not be rendered in time.") from None
     except ENGINE_ERRORS as error:
         raise _exception(error) from error
     if isinstance(result, ErrorResponse):
