@@ -4,6 +4,7 @@ from typing import Any
 
 from server.errors import ApiError
 from server.validation.limits import ModelLimits
+from server.validation.media import check_media_in
 from server.validation.messages import check_messages
 from server.validation.rules import (
     boolean,
@@ -93,7 +94,7 @@ class Validator:
         apply_rules(rules, fields)
         if fields.get("input") is None:
             raise missing("input")
-        self._check_media_in(fields["input"], "input")
+        check_media_in("input", fields["input"], self.limits)
         form = fields["text"].get("format") if isinstance(fields.get("text"), dict) else None
         if isinstance(form, dict) and form.get("schema") is not None:
             check_schema("text.format.schema", form["schema"], self.limits.settings.grammar_max_bytes)
@@ -112,7 +113,7 @@ class Validator:
         }
         apply_rules(rules, fields)
         checked = checked_list("messages", fields.get("messages"), 16384, min_items=1)
-        self._check_media_in(checked, "messages")
+        check_media_in("messages", checked, self.limits)
         return fields
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
@@ -214,37 +215,6 @@ class Validator:
                 f"Too many sequences: n times prompts is {n * num_prompts}; this server takes at most {most}."
             )
             raise refuse("invalid_value", name, message)
-
-    def _check_media_in(self, value: Any, name: str) -> None:
-        """Refuses media anywhere in a body of nested parts, for a model that takes text alone."""
-        if self.limits.modalities:
-            return
-        level = [value]
-        while level:
-            objects = [item for item in level if isinstance(item, dict)]
-            for item in objects:
-                kind = item.get("type")
-                if isinstance(kind, str) and kind in MEDIA_TYPES:
-                    message = f"Invalid content type: '{kind}' is not supported by this model."
-                    raise refuse("invalid_value", name, message)
-            lists = [item for item in level if isinstance(item, list)]
-            level = [inner for item in objects for inner in item.values()]
-            level += [inner for item in lists for inner in item]
-
-
-MEDIA_TYPES = frozenset(
-    (
-        "image",
-        "image_url",
-        "input_image",
-        "input_audio",
-        "audio_url",
-        "video_url",
-        "input_file",
-        "document",
-        "file",
-    )
-)
 
 
 def client_fields(fields: dict[str, Any]) -> dict[str, Any]:

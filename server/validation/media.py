@@ -2,6 +2,7 @@
 
 import binascii
 import re
+from typing import Any
 
 from server.validation.limits import ModelLimits
 from server.validation.rules import refuse, text
@@ -69,3 +70,40 @@ def check_base64(name: str, value: str, start: int = 0) -> None:
     except (binascii.Error, ValueError):
         pass
     raise refuse("invalid_base64", name, f"Invalid '{name}': not valid base64.")
+
+
+MEDIA_TYPES = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("input_audio", "audio_url"), "audio"),
+    **dict.fromkeys(("video_url",), "video"),
+    **dict.fromkeys(("input_file", "document", "file"), "file"),
+}
+URL_FIELDS = ("url", "image_url", "audio_url", "video_url", "file_url")
+
+
+def check_media_in(name: str, value: Any, limits: ModelLimits) -> None:
+    """All media, however deep, in the parts of /v1/responses and /v1/messages; files are not taken at all."""
+    level = [value]
+    while level:
+        objects = [item for item in level if isinstance(item, dict)]
+        for item in objects:
+            kind = item.get("type")
+            if isinstance(kind, str) and kind in MEDIA_TYPES:
+                _check_media_item(name, item, MEDIA_TYPES[kind], limits)
+        lists = [item for item in level if isinstance(item, list)]
+        level = [inner for item in objects for inner in item.values()]
+        level += [inner for item in lists for inner in item]
+
+
+def _check_media_item(name: str, item: dict[str, Any], kind: str, limits: ModelLimits) -> None:
+    if kind not in limits.modalities:
+        message = f"Invalid content type: '{item['type']}' is not supported by this model."
+        raise refuse("invalid_value", name, message)
+    holders = [item, *(inner for inner in item.values() if isinstance(inner, dict))]
+    for holder in holders:
+        for field in URL_FIELDS:
+            if (url := holder.get(field)) is not None and not isinstance(url, dict):
+                check_media_url(name, url, kind, limits)
+        if holder.get("type") == "base64":
+            text(2**26)(name, holder.get("data"))
+            check_base64(name, holder["data"])

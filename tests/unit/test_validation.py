@@ -307,6 +307,26 @@ def test_good_media_urls() -> None:
     _refused({"messages": [{"role": "user", "content": audio}]}, VISION)
 
 
+def test_media_of_other_bodies() -> None:
+    """The same rules for the parts of /v1/responses and /v1/messages of a model that sees."""
+    for url, good in ((PIXEL, True), ("https://images.example/a", True), ("http://127.0.0.1/", False)):
+        image = {"type": "image", "source": {"type": "url", "url": url}}
+        bodies = {
+            "responses": {
+                "input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+            },
+            "messages": {"messages": [{"role": "user", "content": [image]}], "max_tokens": 1},
+        }
+        for kind, body in bodies.items():
+            if good:
+                getattr(VISION, kind)(orjson.dumps(body))
+            else:
+                _refused(body, VISION, kind)
+    data = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "%%"}}
+    for part in (data, {"type": "document", "source": {"type": "url", "url": "https://images.example/a"}}):
+        _refused({"messages": [{"role": "user", "content": [part]}]}, VISION, "messages")
+
+
 OTHERS = {
     "responses": [{}, {"input": "x", "temperature": 9}, {"input": "x", "max_output_tokens": 0},
     {"input": "x", "seed": 2**63},
