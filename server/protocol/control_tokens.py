@@ -7,6 +7,7 @@ tokens that the template wrote under other names and takes what looks like one f
 made and used only for prompts that need it; all others take vLLM's way.
 """
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -87,6 +88,8 @@ class _Guard:
             return await self._render(messages, params)
         if not self._hides_text:
             raise VLLMValidationError(SPELLED, parameter="messages")
+        if self._second is None:  # short prompts are tokenised on the event loop: it must be there by then
+            await asyncio.to_thread(self._plain_tokenizer)
         conversation, prompt = await self._render(
             hidden, dataclasses.replace(params, chat_template_kwargs=arguments)
         )
