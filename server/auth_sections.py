@@ -48,5 +48,14 @@ class AuthSettings(Section):
         description="SQLAlchemy URL with an async driver; a missing SQLite folder is made, mode 0700.",
     )
     refresh_s: float = Field(
-        2.0, gt=0, description="Seconds within which a running server sees keys created or revoked elsewhere."
+        2.0,
+        gt=0,
+        le=5,
+        description="Seconds within which a running server sees keys created or revoked elsewhere.",
+    )
+    max_cached_keys: int = Field(
+        100_000, ge=1, description="Most API keys a worker keeps in memory, at some 600 bytes each."
+    )
+    migrate: bool = Field(
+        True, description="Bring the database's tables up to date at start; else `lapilli db upgrade` must."
     )

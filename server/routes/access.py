@@ -2,26 +2,26 @@
 
 from fastapi import Request
 
-from auth.keys import BadCredentials, parse_credentials
+from auth.cache import TenantDisabled
+from auth.database import KeyStoreUnavailable
+from auth.keys import BadCredentials
 from auth.principal import Principal
-from auth.store import KeyStoreUnavailable
-from server.errors import unauthorized, unavailable
+from server.errors import ApiError, unauthorized, unavailable
 from server.gateway import DRAINING, context_of, gateway_of
 from server.protocol.serving import OpenAIProtocol
 
 
 async def caller(request: Request) -> Principal:
-    """The principal of the request's API key; 401 without a good one, 503 while the store is down."""
-    gateway = gateway_of(request)
+    """The principal of the request's API key; 401 without a good one, 403 for a disabled tenant, 503 while
+    the database is down."""
     try:
-        key = parse_credentials(request.headers.raw)
-        principal = await gateway.keys.authenticate(key)
+        principal = await gateway_of(request).identity.identify(request.headers.raw)
     except BadCredentials as error:
         raise unauthorized(str(error)) from None
+    except TenantDisabled:
+        raise ApiError(403, "The tenant of this key is disabled.", code="tenant_disabled") from None
     except KeyStoreUnavailable:
         raise unavailable("API keys can't be checked at the moment.", retry_after_s=5) from None
-    if principal is None:
-        raise unauthorized("Incorrect API key provided.")
     context_of(request).principal = principal
     return principal
 
