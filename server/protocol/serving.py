@@ -90,10 +90,10 @@ class OpenAIProtocol:
 
 
 def _parse(model: type[RequestT], fields: dict[str, Any], ctx: RequestContext) -> RequestT:
-    """The body as vLLM's request model, with the engine's request id set to the context's."""
+    """The body as vLLM's request model, with the fields that are the server's own."""
     known = {name: value for name, value in fields.items() if name in model.model_fields}
     try:
-        request = model.model_validate(known | {"request_id": ctx.id})
+        request = model.model_validate(known | _server_fields(ctx))
     except ValidationError as error:
         raise _validation_error(error) from None
     except (VLLMError, ValueError) as error:
@@ -103,6 +103,12 @@ def _parse(model: type[RequestT], fields: dict[str, Any], ctx: RequestContext) -
         raise ApiError(400, "A field of the request has the wrong shape.") from None
     ctx.stream = bool(request.stream)
     return request
+
+
+def _server_fields(ctx: RequestContext) -> dict[str, Any]:
+    """The engine's request id, and the salt that keeps the tenant's prefix cache apart from others'."""
+    salt = ctx.principal.cache_salt if ctx.principal is not None else ""
+    return {"request_id": ctx.id, "cache_salt": salt or None}
 
 
 def _validation_error(error: ValidationError) -> ApiError:
