@@ -12,7 +12,8 @@ import structlog
 from sqlalchemy import or_, select
 
 from auth import records
-from auth.database import Database, KeyStoreUnavailable
+from auth.database import Database
+from auth.errors import KeyStoreUnavailable, TenantDisabled
 from auth.keys import is_key
 from auth.principal import Limits, Principal, ServiceClass
 from auth.schema import api_keys, auth_state, tenants
@@ -29,10 +30,6 @@ _KEY_COLUMNS = [
     *(api_keys.c.id, api_keys.c.name, api_keys.c.tenant, api_keys.c.services, api_keys.c.scopes),
     *(api_keys.c.limits, api_keys.c.expires_at, api_keys.c.previous_hash, api_keys.c.previous_expires_at),
 ]
-
-
-class TenantDisabled(Exception):
-    """The tenant was disabled by its operator (403)."""
 
 
 @dataclass(frozen=True, slots=True)

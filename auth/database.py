@@ -11,6 +11,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from auth.errors import KeyStoreUnavailable
 from auth.schema import auth_state
 
 SQLITE_BUSY_MS = 10_000
@@ -22,10 +23,6 @@ MIGRATION_LOCK = 0x1A91111
 """Key of PostgreSQL's advisory lock, so that processes that start together migrate one after another."""
 
 _WRITE = "lapilli_write"
-
-
-class KeyStoreUnavailable(Exception):
-    """The database cannot be used now (503); the message is one line and holds no secret."""
 
 
 class Database:

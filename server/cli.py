@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from auth.database import KeyStoreUnavailable
+from auth.errors import KeyStoreUnavailable
 from auth.records import KeyIsDead, TenantExists, UnknownKey, UnknownTenant
 from server import __version__, cli_auth
 from server.commands import SettingsCommand, json_flag, load, print_json, print_table

@@ -68,7 +68,7 @@ def run(plan: WorkerPlan) -> None:
 
 async def _serve(plan: WorkerPlan) -> None:
     settings = plan.settings
-    identity = Identity(settings.auth)
+    identity = Identity(settings.auth, settings.jwt)
     await identity.start()
     metrics = RequestMetrics(settings.engine.public_model_name)
     gateway = Gateway(

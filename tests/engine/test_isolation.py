@@ -22,13 +22,14 @@ def _key(server: Server, tenant: str, *flags: str) -> str:
     return str(json.loads(server.cli("keys", "create", "--tenant", tenant, "--json"))["key"])
 
 
-def _cached_tokens(server: Server, key: str, path: str, body: dict[str, object], num_tokens: int) -> int:
-    """Sends `body`; how many of its `num_tokens` prompt tokens came from the prefix cache."""
+def _cached_tokens(server: Server, key: str, path: str, body: dict[str, object]) -> int:
+    """Sends `body`; how many of its prompt tokens came from the prefix cache."""
     names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
     queries, hits = map(server.metric, names)
     answer = httpx.post(server.url + path, json=body, headers={"X-API-Key": key}, timeout=200)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["prompt_tokens"] == num_tokens
+    num_tokens = answer.json()["usage"]["prompt_tokens"]
+    assert num_tokens > BLOCK_TOKENS
     poll(lambda: server.metric(names[0]) == queries + num_tokens, "the look-ups are counted")
     return int(server.metric(names[1]) - hits)
 
@@ -46,7 +47,7 @@ def test_no_tenant_gets_hits_from_another(real: Server) -> None:
     body: dict[str, object] = {"prompt": prompts, "max_tokens": 1}
 
     def cached(key: str, **more: str) -> int:
-        return _cached_tokens(real, key, "/v1/completions", body | more, NUM_PROMPTS * PROMPT_TOKENS)
+        return _cached_tokens(real, key, "/v1/completions", body | more)
 
     assert cached(key_a) == 0
     assert cached(key_a) == NUM_PROMPTS * BLOCK_TOKENS, "the control: the cache works"
@@ -62,14 +63,11 @@ def test_chats_are_apart_too(real: Server) -> None:
         "messages": [{"role": "user", "content": "seven wet cats sat on one mat and " * 20}],
         "max_tokens": 1,
     }
-    headers = {"X-API-Key": real.key}
-    first = httpx.post(f"{real.url}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
-    num_tokens = first["usage"]["prompt_tokens"]
-    assert num_tokens > BLOCK_TOKENS
 
     def cached(key: str) -> int:
-        return _cached_tokens(real, key, "/v1/chat/completions", body, num_tokens)
+        return _cached_tokens(real, key, "/v1/chat/completions", body)
 
+    assert cached(real.key) == 0
     assert cached(real.key) >= BLOCK_TOKENS
     assert cached(keys[0]) == 0
     assert cached(keys[0]) >= BLOCK_TOKENS

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from auth.keys import BadCredentials, hash_key, is_key, new_key, parse_credentials
+from auth.errors import BadCredentials
+from auth.keys import hash_key, is_key, new_key, parse_credentials
 
 KEY = new_key()
 OTHER = new_key()

@@ -8,7 +8,8 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import text
 
 from auth.cache import KeyCache
-from auth.database import REVISION, Database, KeyStoreUnavailable
+from auth.database import REVISION, Database
+from auth.errors import KeyStoreUnavailable
 from auth.keys import hash_key, new_key
 from auth.schema import metadata
 from auth.store import KeyStore

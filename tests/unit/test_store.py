@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from sqlalchemy import event
 
-from auth.cache import RETRY_S, KeyCache, TenantDisabled
-from auth.database import Database, KeyStoreUnavailable
+from auth.cache import RETRY_S, KeyCache
+from auth.database import Database
+from auth.errors import KeyStoreUnavailable, TenantDisabled
 from auth.keys import hash_key, is_key, new_key
 from auth.principal import Limits, Principal
 from auth.records import KeyIsDead, TenantExists, UnknownKey, UnknownTenant, later
