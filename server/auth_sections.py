@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
@@ -89,12 +89,6 @@ def _safe_url(value: str) -> str:
     return value
 
 
-def _with_issuer(value: str | None, info: ValidationInfo) -> str | None:
-    if value is None and info.data.get("issuer") is not None:
-        raise ValueError("needed with jwt.issuer: tokens for others must not be good here")
-    return value
-
-
 def _algorithms(value: Any) -> Any:
     """Environment and flags carry a list as text, with commas or as JSON."""
     if not isinstance(value, str):
@@ -108,8 +102,8 @@ class JwtSettings(Section):
     issuer: Annotated[str, AfterValidator(_safe_url)] | None = Field(
         None, description="Issuer of accepted tokens, as in their `iss`; unset: API keys alone."
     )
-    audience: Annotated[str | None, AfterValidator(_with_issuer)] = Field(
-        None, validate_default=True, min_length=1, description="What a token's `aud` must hold."
+    audience: str | None = Field(
+        None, min_length=1, description="What a token's `aud` must hold; needed with `issuer`."
     )
     algorithms: Annotated[tuple[Algorithm, ...], BeforeValidator(_algorithms)] = Field(
         ("RS256", "ES256"), min_length=1, description="Signature algorithms accepted, with commas."

@@ -39,6 +39,8 @@ def run(loaded: Loaded) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
     check_tls(settings.gateway)
+    if settings.jwt.issuer is not None and settings.jwt.audience is None:
+        raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)

@@ -142,6 +142,11 @@ FAILURES = {
         "Invalid value for '--class': 'gold' is not one of 'interactive', 'standard', 'batch'.",
     ),
     "expiry": (["keys", "create", "--expires", "2001-01-01"], 2, "the expiry is in the past"),
+    "issuer alone": (
+        ["serve", "--jwt.issuer", "https://login.example"],
+        2,
+        "jwt.issuer needs jwt.audience: tokens meant for others must not be good here",
+    ),
     "no id": (["keys", "revoke"], 2, "Missing argument 'ID'."),
     "setting of another command": (
         ["keys", "list", "--port", "1"],
