@@ -27,7 +27,8 @@ def start_fork_server(module: str) -> None:
     # visits and so give each worker a copy of its own.
     gc.collect()
     gc.freeze()
-    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:
         forkserver.ensure_running()
     finally:

@@ -1,5 +1,6 @@
 """Servers for the tests: real processes on free loopback ports, started once where tests can share them."""
 
+import ctypes
 import os
 import re
 import signal
@@ -123,6 +124,7 @@ def running(folder: Path, *flags: str, wait: bool = True) -> Iterator[Server]:
             [sys.executable, "-m", "server", "serve", "--port", str(port), "--admin.port", str(admin),
              "--log.format", "json", *flags],
             cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_end_with_parent,
         )  # fmt: skip
     server = Server(f"http://127.0.0.1:{port}", process, f"http://127.0.0.1:{admin}", log, folder)
     try:
@@ -131,6 +133,11 @@ def running(folder: Path, *flags: str, wait: bool = True) -> Iterator[Server]:
         yield server
     finally:
         end(process)
+
+
+def _end_with_parent() -> None:
+    """SIGTERM for the server when pytest is killed (prctl 2): nothing else would end it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
