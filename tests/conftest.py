@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,8 +154,12 @@ def children(pid: int, name: str) -> list[int]:
     """Process ids below `pid` whose command line holds `name`."""
     import psutil
 
-    found = psutil.Process(pid).children(recursive=True)
-    return [child.pid for child in found if name in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # ended meanwhile
+            if name in " ".join(child.cmdline()):
+                found.append(child.pid)
+    return found
 
 
 @pytest.fixture(scope="session")
