@@ -16,7 +16,7 @@ log = structlog.get_logger()
 SPARE_SLOTS = 64
 """Client slots for workers that replace dead ones: the core greets each slot once, so a used one is spent.
 
-Each costs the core 0.03 % of a CPU (its sockets try to connect ten times a second until a worker is there)."""
+Each costs the core 0.03 % of a CPU: its sockets try to connect ten times a second until a worker is there."""
 ABORT_DELAYS_S = (0.0, 1.0, 5.0)
 """A dead worker's requests may still be on their way to the core when the first abort comes by."""
 
