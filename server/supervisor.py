@@ -29,7 +29,6 @@ from server.gateway import DRAINING
 from server.health import Health
 from server.messages import Attach, Attached, Channel, Check, Checked, Drain, EngineLost, Hello, Serve
 from server.routes.health import health_router
-from server.serve import LISTEN_BACKLOG
 from server.tasks import Tasks
 from server.worker import CUT_LIMIT_S, QuietServer, WorkerPlan, http_config, run
 
@@ -39,6 +38,7 @@ BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 STEADY_S = 600.0
 """An engine that has served this long starts with a clean record."""
+GAUGE_PERIOD_S = 0.5
 MAX_FAILED_WORKERS = 5
 """Workers that may die one after another without one getting as far as serving."""
 
@@ -59,8 +59,6 @@ class WorkerProcess:
         """The engine it has been told to attach to."""
         self.attached = False
         self.serving = False
-        self.left_out = False
-        """The engine had no client slot for it: its process ends, and its place stays empty for now."""
 
     def detach(self) -> None:
         """Its engine is gone."""
@@ -87,7 +85,6 @@ class Supervisor:
         self._on_ready = on_ready
         self._context: BaseContext = multiprocessing.get_context("forkserver")
         self._workers: list[WorkerProcess] = []
-        self._left_out: list[WorkerProcess] = []
         self._host: EngineHost | None = None
         self._checker: WorkerProcess | None = None
         self._state = EngineState.STARTING
@@ -109,7 +106,6 @@ class Supervisor:
         reason = DRAINING if self._draining else self._reason
         if reason is None and not ready and self._state is EngineState.READY:
             reason = "no gateway worker serves"
-        self._ready.set(ready)
         more = {"workers": {"serving": serving, "of": self._settings.gateway.workers}}
         return Health(ready, str(self._state), reason, more)
 
@@ -123,6 +119,7 @@ class Supervisor:
         for number, listener in enumerate(self._listeners, start=1):
             self._start_worker(f"worker-{number}", listener)
         engine = asyncio.create_task(self._keep_engine())
+        self._tasks.spawn(self._keep_gauge())
         try:
             return await self._stop
         finally:
@@ -132,6 +129,12 @@ class Supervisor:
                 await self._host.stop()
             admin.should_exit = True
             await serving
+
+    async def _keep_gauge(self) -> None:
+        """Writes `lapilli_ready`, also while nobody asks for health."""
+        while True:
+            self._ready.set(self.health().ready)
+            await asyncio.sleep(GAUGE_PERIOD_S)
 
     def _end(self, code: int) -> None:
         if not self._stop.done():
@@ -199,32 +202,13 @@ class Supervisor:
             return
         slot = host.take_slot()
         if slot is None:
-            self._leave_out(worker, host)
+            # Without an engine the worker would leave connections on its listener waiting for ever.
+            host.restart("no client slot is left for a new worker")
             return
         worker.detach()
         worker.host = host
         index, addresses = slot
         worker.channel.send(Attach(addresses, index, host.num_slots, host.core_pids))
-
-    def _leave_out(self, worker: WorkerProcess, host: EngineHost) -> None:
-        """No slot is left: the other workers go on without this one until the engine starts again.
-
-        Where there is no other, the engine starts again now.
-        """
-        log.error("no_client_slot_left", worker=worker.name)
-        if not any(other.host is host for other in self._workers):
-            host.restart("no client slot is left for a new worker")
-            return
-        worker.left_out = True
-        worker.listener.shutdown(socket.SHUT_RD)  # or the kernel would give it its share of the connections
-        worker.process.kill()
-
-    def _take_back(self) -> None:
-        """A new engine has slots for the workers that were left out."""
-        while self._left_out:
-            worker = self._left_out.pop()
-            worker.listener.listen(LISTEN_BACKLOG)
-            self._start_worker(worker.name, worker.listener)
 
     def _admit(self, worker: WorkerProcess) -> None:
         """Lets an attached worker serve; before the engine's numbers are checked, has them checked."""
@@ -263,9 +247,6 @@ class Supervisor:
         if self._checker is worker:
             self._checker = None
         if self._draining or self._stop.done():
-            return
-        if worker.left_out:
-            self._left_out.append(worker)
             return
         log.error("worker_died", worker=worker.name, exit_code=worker.process.exitcode)
         self._failed_workers += not worker.serving
@@ -317,7 +298,6 @@ class Supervisor:
         self._state = EngineState.CHECKING
         for worker in self._workers:
             self._attach(worker)
-        self._take_back()
         try:
             return await host.ended()
         finally:
