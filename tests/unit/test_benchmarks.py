@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, frontend, idle, latency, shapes, specs
+from benchmarks import figures, frontend, idle, latency, shapes, soak, specs
 from benchmarks.clients import split
 from benchmarks.load import Load, StreamResult
 from benchmarks.open_loop import FailedError, HttpClient, Schedule, poisson, prompt, timed
@@ -296,3 +296,11 @@ def test_an_answer_ends_where_it_says() -> None:
         return [await connection.answer(), await connection.answer()]
 
     assert asyncio.run(answers()) == [(200, b"ok"), (404, b"")]
+
+
+def test_a_soak_has_a_client_slot_for_each_kill() -> None:
+    """Or the engine would be started again in the middle; the user's own flags come last and win."""
+    args = soak._parser().parse_args(["--minutes", "30", "--kill-every-s", "45", "--", "--log-level", "info"])
+    flags = soak.options(args).lapilli_flags
+    assert int(flags[flags.index("--engine.spare_client_slots") + 1]) > 30 * 60 / 45
+    assert flags[-2:] == ["--log-level", "info"]
