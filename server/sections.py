@@ -150,6 +150,20 @@ class EngineSettings(Section):
     max_restarts: int = Field(
         5, ge=0, description="Engine restarts in a row (none serving for 10 minutes) before the server ends."
     )
+    tool_parser: str | None = Field(
+        None,
+        min_length=1,
+        description="vLLM's parser of tool calls; unset: the model family's (configs/models/); `none`: none.",
+    )
+    reasoning_parser: str | None = Field(
+        None, min_length=1, description="vLLM's parser of reasoning; unset: the model family's; `none`: none."
+    )
+    chat_template: Path | None = Field(
+        None, description="File of a Jinja chat template; unset: the model family's, else the model's own."
+    )
+    lora_modules: Annotated[dict[str, str], BeforeValidator(_json_value)] = Field(
+        {}, description="LoRA adapters served as models: name to folder; a JSON object outside of YAML."
+    )
     args: Annotated[dict[str, Any], BeforeValidator(_json_value)] = Field(
         {},
         description="Further vLLM engine arguments by name; a JSON object in the environment and in flags.",

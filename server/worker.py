@@ -23,6 +23,7 @@ from metrics import batched
 from metrics.requests import RequestMetrics
 from server.app import create_app
 from server.config import Settings
+from server.config_sources import SettingsError
 from server.connection import connection_class
 from server.engine.client import Engine
 from server.engine.core import EngineStartError
@@ -167,8 +168,13 @@ class Worker:
         except EngineStartError as error:
             self._channel.send(Attached(str(error)))
             return
-        self._gateway.protocol = protocol = OpenAIProtocol(llm, self._gateway.settings)
-        await asyncio.to_thread(protocol.warm_up)
+        try:
+            protocol = OpenAIProtocol(llm, self._gateway.settings)
+            await protocol.prepare()
+        except (SettingsError, ValueError) as error:
+            self._channel.send(Attached(str(error)))
+            return
+        self._gateway.protocol = protocol
         self._channel.send(Attached())
 
     async def _check(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from server.config import Settings
 from server.config_sources import SettingsError
 from server.demo_model import ensure_demo_model
+from server.engine.adapters import adapter_args
 from server.sections import DEMO_MODEL
 
 CPU_KV_CACHE_GIB = 2
@@ -80,13 +81,17 @@ def vllm_config(settings: Settings, model: str) -> Any:
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
-    args = _engine_args(settings, model, on_cpu=current_platform.is_cpu())
+    from server.engine.speech import settle_speech
+
+    args = _engine_args(settings, model, on_cpu=current_platform.is_cpu()) | adapter_args(settings.engine)
     _check_extra_args(settings.engine.args, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     try:
         engine_args = AsyncEngineArgs(**(args | settings.engine.args))
-        return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, OSError, RuntimeError, AssertionError, NotImplementedError) as error:
         raise SettingsError(f"engine: vLLM refuses these settings: {_first_line(error)}") from error
+    settle_speech(settings.engine, config)
+    return config
 
 
 def client_config(config: Any) -> Any:

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import orjson
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -16,6 +15,7 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from server.context import RequestContext
 from server.protocol.answers import Answer, events_of, json_of, result_of
 from server.protocol.bodies import parse
+from server.protocol.calls import is_whole
 from server.protocol.parts import Parts
 from server.streaming import StreamBroken
 
@@ -26,7 +26,7 @@ class ServingMessages(AnthropicServingMessages):
     """vLLM's class with all generation done by our chat, and its errors told as they are."""
 
     def __init__(self, parts: Parts, chat: OpenAIServingChat) -> None:
-        super().__init__(parts.llm, parts.models, "assistant", **parts.chat_options)
+        super().__init__(parts.llm, parts.models, "assistant", **parts.chat_options, **parts.parser_options)
         self._chat = chat
 
     async def create_chat_completion(
@@ -39,7 +39,7 @@ class ServingMessages(AnthropicServingMessages):
     def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
         """As vLLM's, which stumbles over tool calls that the token limit has cut."""
         message = generator.choices[0].message
-        message.tool_calls = [call for call in message.tool_calls if _whole(call.function.arguments)]
+        message.tool_calls = [call for call in message.tool_calls if is_whole(call.function.arguments)]
         return super().messages_full_converter(generator)
 
     async def message_stream_converter(
@@ -66,13 +66,6 @@ class ServingMessages(AnthropicServingMessages):
         finally:
             await whole.aclose()
             await source.aclose()
-
-
-def _whole(arguments: str) -> bool:
-    try:
-        return isinstance(orjson.loads(arguments), dict)
-    except orjson.JSONDecodeError:
-        return False
 
 
 class Messages:

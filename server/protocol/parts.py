@@ -6,8 +6,10 @@ from typing import Any
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
 
+from server.config import Settings
+from server.engine.speech import served_speech
 from server.errors import ApiError
-from server.sections import RequestSettings
+from server.families import Speech
 from server.validation import ModelLimits, Validator
 
 CONTENT_FORMAT = "auto"
@@ -21,6 +23,7 @@ class Parts:
     models: OpenAIServingModels
     renderer: OnlineRenderer
     validator: Validator
+    speech: Speech
 
     def served(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The same fields, where the model they name is served here. Raises ApiError (404)."""
@@ -39,20 +42,35 @@ class Parts:
             "chat_template_content_format": CONTENT_FORMAT,
         }
 
+    @property
+    def parser_options(self) -> dict[str, Any]:
+        """Arguments that all serving classes of generated chats take."""
+        return _parser_options(self.speech)
+
 
 def unknown_model() -> ApiError:
     """404 without the name, which may be anything."""
     return ApiError(404, "This model is not served here.", code="model_not_found", param="model")
 
 
-def make_parts(llm: Any, models: OpenAIServingModels, settings: RequestSettings) -> Parts:
-    """The parts over one engine client; `settings` bound what clients may ask for."""
+def make_parts(llm: Any, models: OpenAIServingModels, settings: Settings) -> Parts:
+    """The parts over one engine client. Raises SettingsError where parsers do not fit the tokenizer."""
+    speech = served_speech(settings.engine, llm.model_config, llm.renderer.tokenizer)
     renderer = OnlineRenderer(
         llm.model_config,
         llm.renderer,
         request_logger=None,
-        chat_template=None,
+        chat_template=speech.chat_template,
         chat_template_content_format=CONTENT_FORMAT,
+        **_parser_options(speech),
     )
-    validator = Validator(ModelLimits.of(llm.model_config, llm.renderer, settings))
-    return Parts(llm, models, renderer, validator)
+    validator = Validator(ModelLimits.of(llm.model_config, llm.renderer, settings.requests))
+    return Parts(llm, models, renderer, validator, speech)
+
+
+def _parser_options(speech: Speech) -> dict[str, Any]:
+    return {
+        "enable_auto_tools": speech.tool_parser is not None,
+        "tool_parser": speech.tool_parser,
+        "reasoning_parser": speech.reasoning_parser or "",
+    }

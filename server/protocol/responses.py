@@ -38,7 +38,7 @@ class ServingResponses(OpenAIServingResponses):
     """vLLM's class over a ResponseStore; background work whose end is seen."""
 
     def __init__(self, parts: Parts, store: ResponseStore, *, enabled: bool) -> None:
-        super().__init__(parts.llm, parts.models, **parts.chat_options)
+        super().__init__(parts.llm, parts.models, **parts.chat_options, **parts.parser_options)
         self.store = store
         self.enable_store = enabled
         self.response_store, self.msg_store, self.event_store = store.responses, store.messages, store.events

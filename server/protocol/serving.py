@@ -4,6 +4,7 @@ The serving classes get no HTTP request: their headers could set priority, data-
 engine request id (vllm/entrypoints/generate/base/serving.py), and none of these is the client's to choose.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
@@ -11,11 +12,12 @@ from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
 from server.config import Settings
 from server.context import RequestContext
+from server.engine.adapters import adapter_folders
 from server.protocol.answers import Answer, events_of, json_of, result_of
 from server.protocol.bodies import parse
 from server.protocol.lean import LeanServingChat
@@ -24,6 +26,7 @@ from server.protocol.models import Models
 from server.protocol.parts import make_parts
 from server.protocol.responses import Responses
 from server.protocol.tokens import Tokens
+from server.sections import EngineSettings
 
 RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest)
 
@@ -35,9 +38,12 @@ class OpenAIProtocol:
         self.lean = True
         """Whether plain streams take the lean path; off, all take vLLM's (the reference in tests)."""
         name = settings.engine.public_model_name
-        parts = make_parts(llm, OpenAIServingModels(llm, [BaseModelPath(name, name)]), settings.requests)
+        models = OpenAIServingModels(llm, [BaseModelPath(name, name)], lora_modules=adapters(settings.engine))
+        parts = make_parts(llm, models, settings)
         self._parts = parts
-        self._chat = LeanServingChat(llm, parts.models, "assistant", **parts.chat_options)
+        self._chat = LeanServingChat(
+            llm, parts.models, "assistant", **parts.chat_options, **parts.parser_options
+        )
         self._completion = OpenAIServingCompletion(
             llm, parts.models, online_renderer=parts.renderer, request_logger=None
         )
@@ -46,9 +52,13 @@ class OpenAIProtocol:
         self.messages = Messages(parts, self._chat)
         self.responses = Responses(parts, settings.gateway)
 
-    def warm_up(self) -> None:
-        """Renders one prompt, so that the first request does not pay for compiling the chat template."""
-        self._parts.renderer.warmup()
+    async def prepare(self) -> None:
+        """Loads the LoRA adapters, and renders one prompt: no request pays for compiling the template.
+
+        Raises ValueError where the engine takes an adapter not.
+        """
+        await self._parts.models.init_static_loras()
+        await asyncio.to_thread(self._parts.renderer.warmup)
 
     async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
@@ -62,6 +72,11 @@ class OpenAIProtocol:
         fields = self._parts.served(self._parts.validator.completion(body))
         request = _parse(CompletionRequest, fields, ctx)
         return _answer(await result_of(self._completion.create_completion(request)))
+
+
+def adapters(settings: EngineSettings) -> list[LoRAModulePath]:
+    """The LoRA adapters in the order of the settings: their ids are the same in every worker."""
+    return [LoRAModulePath(name, str(folder)) for name, folder in adapter_folders(settings).items()]
 
 
 def _parse(model: type[RequestT], fields: dict[str, Any], ctx: RequestContext) -> RequestT:
