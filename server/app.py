@@ -7,7 +7,7 @@ from server.cors import Cors
 from server.gateway import Gateway
 from server.methods import HeadAsGet
 from server.middleware import BodyLimit, RequestScope
-from server.routes import completions, messages, models, responses, tokens
+from server.routes import completions, embeddings, messages, models, responses, tokens
 from server.routes.health import health_router
 
 
@@ -17,7 +17,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
     errors.install(app)
     methods.install(app)
-    for noun in (completions, responses, messages, models, tokens):
+    for noun in (completions, embeddings, responses, messages, models, tokens):
         app.include_router(noun.router)
     app.include_router(health_router(gateway.settings, gateway.health))
     # add_middleware puts each new layer outside the former: the last one is the outermost.

@@ -25,7 +25,9 @@ TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
 {%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
-{%- for call in message['tool_calls'] or [] %}{{- '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}{%- endfor %}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}
+{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}

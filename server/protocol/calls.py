@@ -55,7 +55,7 @@ class Ends:
             yield output
 
     def settle(self, response: ChatCompletionResponse, *, forced: bool) -> None:
-        """Corrects each choice's end in place; `forced`: the client asked for a call, so text is a cut one."""
+        """Corrects each choice's end in place; `forced`: a call was asked for, so text is a cut one."""
         for choice in response.choices:
             calls = choice.message.tool_calls
             if forced and not calls:

@@ -77,6 +77,7 @@ class Messages:
 
     async def create(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one message: the JSON body, or a generator of SSE events. Raises ApiError."""
+        self._parts.require_generation()
         fields = self._parts.served(self._parts.validator.messages(body))
         request = parse(AnthropicMessagesRequest, fields)
         ctx.stream = bool(request.stream)
@@ -88,6 +89,7 @@ class Messages:
 
     async def count_tokens(self, body: bytes) -> bytes:
         """The number of input tokens the message would have. Raises ApiError."""
+        self._parts.require_generation()
         fields = self._parts.served(self._parts.validator.messages(body))
         request = parse(AnthropicCountTokensRequest, fields)
         return json_of(await result_of(self._serving.count_tokens(request)), exclude_none=True)

@@ -33,6 +33,16 @@ class Parts:
         return fields
 
     @property
+    def generates(self) -> bool:
+        """Whether the model generates text; else it makes vectors of it."""
+        return bool(self.llm.model_config.runner_type == "generate")
+
+    def require_generation(self) -> None:
+        """Raises ApiError (404) for a model that generates no text."""
+        if not self.generates:
+            raise unsupported_endpoint("does not generate text")
+
+    @property
     def chat_options(self) -> dict[str, Any]:
         """Arguments that all serving classes of chats take."""
         return {
@@ -51,6 +61,13 @@ class Parts:
 def unknown_model() -> ApiError:
     """404 without the name, which may be anything."""
     return ApiError(404, "This model is not served here.", code="model_not_found", param="model")
+
+
+def unsupported_endpoint(reason: str) -> ApiError:
+    """404 for an endpoint that the served model can't answer."""
+    return ApiError(
+        404, f"The model that is served here {reason}.", code="unsupported_endpoint", param="model"
+    )
 
 
 def make_parts(llm: Any, models: OpenAIServingModels, settings: Settings) -> Parts:

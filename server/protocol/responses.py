@@ -117,6 +117,7 @@ class Responses:
 
     async def create(self, body: bytes, ctx: RequestContext) -> Answer:
         """Makes a response: its JSON body, or a generator of SSE events."""
+        self._parts.require_generation()
         fields = self._parts.served(self._parts.validator.responses(body))
         self._check_store(fields, ctx)
         response_id = PREFIX + ctx.id

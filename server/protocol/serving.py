@@ -20,6 +20,7 @@ from server.context import RequestContext
 from server.engine.adapters import adapter_folders
 from server.protocol.answers import Answer, events_of, json_of, result_of
 from server.protocol.bodies import parse
+from server.protocol.embeddings import Embeddings
 from server.protocol.lean import LeanServingChat
 from server.protocol.messages import Messages
 from server.protocol.models import Models
@@ -49,6 +50,7 @@ class OpenAIProtocol:
         )
         self.models = Models(parts.models)
         self.tokens = Tokens(parts)
+        self.embeddings = Embeddings(parts)
         self.messages = Messages(parts, self._chat)
         self.responses = Responses(parts, settings.gateway)
 
@@ -62,6 +64,7 @@ class OpenAIProtocol:
 
     async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
+        self._parts.require_generation()
         fields = self._parts.served(self._parts.validator.chat(body))
         request = _parse(ChatCompletionRequest, fields, ctx)
         ctx.lean = self.lean and self._chat.is_plain(request)
@@ -69,6 +72,7 @@ class OpenAIProtocol:
 
     async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one text completion, as `chat`."""
+        self._parts.require_generation()
         fields = self._parts.served(self._parts.validator.completion(body))
         request = _parse(CompletionRequest, fields, ctx)
         return _answer(await result_of(self._completion.create_completion(request)))
