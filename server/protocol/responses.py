@@ -19,6 +19,7 @@ from server.protocol.parts import Parts
 from server.protocol.response_store import OPEN, ResponseStore
 from server.sections import GatewaySettings
 from server.streaming import StreamBroken
+from server.validation.rules import unsupported
 
 log = structlog.get_logger()
 
@@ -137,7 +138,9 @@ class Responses:
         return self._events(result, response_id, settle=ctx.background is None)
 
     def _check_store(self, fields: dict[str, Any], ctx: RequestContext) -> None:
-        """What needs stored responses, refused where there are none."""
+        """What needs stored responses, refused where there are none; conversations are never stored."""
+        if fields.get("conversation") is not None:
+            raise unsupported("conversation")
         if not self._stores:
             for name in ("store", "background", "previous_response_id"):
                 if fields.get(name):

@@ -44,7 +44,7 @@ def test_fields_that_are_accepted(client: openai.OpenAI) -> None:
     """What OpenAI's clients send along: none of it changes the answer."""
     answer = _chat(
         client, max_tokens=openai.omit, max_completion_tokens=40, user="u", metadata={"a": "b"}, store=True,
-        seed=1, service_tier="auto", parallel_tool_calls=openai.omit, extra_body={"priority": 9, "cache_salt": "x"},
+        seed=1, service_tier="auto", parallel_tool_calls=openai.omit, extra_body={"priority": 9},
         logit_bias={"5": 0}, presence_penalty=0, frequency_penalty=0, top_p=1, prompt_cache_key="k",
         safety_identifier="s",
     )  # fmt: skip
