@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from server.auth_sections import STATE_DATABASE, AuthSettings
+from server.auth_sections import STATE_DATABASE, AuthSettings, LimitsSettings
 from server.sections import (
     AdminSettings,
     EngineSettings,
@@ -61,6 +61,7 @@ class Settings(BaseSettings):
     selfcheck: SelfCheckSettings = SelfCheckSettings()
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
+    limits: LimitsSettings = LimitsSettings()
     log: LogSettings = LogSettings()
 
     @classmethod

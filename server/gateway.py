@@ -5,6 +5,7 @@ from typing import cast
 
 from starlette.requests import HTTPConnection
 
+from auth.limiter import Limiter
 from auth.store import KeyStore
 from metrics.requests import RequestMetrics
 from server.config import Settings
@@ -22,6 +23,7 @@ class Gateway:
 
     settings: Settings
     keys: KeyStore
+    limiter: Limiter
     metrics: RequestMetrics
     engine: Engine
     protocol: OpenAIProtocol | None = None

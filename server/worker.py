@@ -18,8 +18,10 @@ import uvicorn
 import uvloop
 from sse_starlette.sse import AppStatus
 
+from auth.limiter import Limiter
 from auth.store import KeyStore
 from metrics import batched
+from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
 from server.config import Settings

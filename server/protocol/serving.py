@@ -14,7 +14,6 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -27,6 +26,7 @@ from server.config import Settings
 from server.context import RequestContext
 from server.errors import ApiError, internal_error, unavailable
 from server.protocol.lean import LeanServingChat
+from server.protocol.reserving import ReservingCompletion
 from server.streaming import StreamBroken
 
 VLLM_SUFFIX = re.compile(r" \((parameter|value)=.*\)$", re.DOTALL)
@@ -69,7 +69,7 @@ class OpenAIProtocol:
             chat_template=None,
             chat_template_content_format="auto",
         )
-        self._completion = OpenAIServingCompletion(
+        self._completion = ReservingCompletion(
             llm, self._models, online_renderer=renderer, request_logger=None
         )
         self._renderer = renderer
