@@ -1,9 +1,10 @@
 """The door of a worker: each generation request passes it in two steps, and leaves it in one.
 
 1. `Reservation.admit`, before the body is read: requests per second and minute, parallel requests.
-2. `Reservation.take_tokens`, when the prompt is tokenised and before the engine sees it: tokens at their worst case.
-3. `Reservation.settle`, however it ends: tokens are lowered to the real use. A request that the engine never saw
-   (bad input, refused by another limit, gone before) counts nowhere.
+2. `Reservation.take_tokens`, when the prompt is tokenised and before the engine sees it: tokens, at their
+   worst case.
+3. `Reservation.settle`, however it ends: tokens are lowered to the real use. A request that the engine never
+   saw (bad input, refused by another limit, gone before) counts nowhere.
 """
 
 import asyncio
@@ -15,7 +16,18 @@ from typing import Any
 
 import structlog
 
-from auth.limits import KINDS, SECOND_US, Account, Answer, Demand, Kind, Store, StoreUnavailable, Unit, refused
+from auth.limits import (
+    KINDS,
+    SECOND_US,
+    Account,
+    Answer,
+    Demand,
+    Kind,
+    Store,
+    StoreUnavailable,
+    Unit,
+    refused,
+)
 from auth.limits_memory import MemoryStore
 from auth.limits_redis import RedisStore
 from auth.principal import DEFAULT_LIMITS, Limits, Principal
@@ -49,7 +61,7 @@ class LimitExceeded(Exception):
 
     @property
     def hopeless(self) -> bool:
-        """Whether no client should wait: more than the whole limit was asked for, or the budget is used up."""
+        """Whether waiting is no use: more than the whole limit was asked for, or a budget is used up."""
         return self.answer.wait_us < 0 or self.answer.wait_us > MAX_RETRY_AFTER_S * SECOND_US
 
 
@@ -172,8 +184,8 @@ class Reservation:
     """What one request holds. `settle` is safe at any time, in any state, any number of times."""
 
     __slots__ = (
-        "_account", "_held", "_limiter", "_prompt_tokens", "_reserved_tokens", "_store", "ctx", "headers", "passed",
-        "plan", "settled",
+        "_account", "_held", "_limiter", "_prompt_tokens", "_reserved_tokens", "_store",
+        "ctx", "headers", "passed", "plan", "settled",
     )  # fmt: skip
 
     def __init__(
@@ -201,7 +213,10 @@ class Reservation:
             await self._reserve(self.plan.requests, 0)
 
     async def take_tokens(self, prompt_tokens: int, output_tokens: int, longest_output: int) -> None:
-        """Second step: `output_tokens` at most over all choices, `longest_output` in one. Raises as `admit`."""
+        """Second step. `output_tokens`: the most of all choices together, `longest_output`: of one.
+
+        Raises as `admit`.
+        """
         self._prompt_tokens = prompt_tokens
         self._reserved_tokens = prompt_tokens + output_tokens
         if self.plan.tokens:
@@ -245,7 +260,11 @@ class Reservation:
         self._held = True
         try:
             answers = await self._store.reserve(
-                self._account, self.ctx.id, demands, output_tokens=output_tokens, pace_us=self._limiter.pace_us
+                self._account,
+                self.ctx.id,
+                demands,
+                output_tokens=output_tokens,
+                pace_us=self._limiter.pace_us,
             )
         except StoreUnavailable:
             metrics.store_errors.inc()
@@ -288,9 +307,7 @@ class Reservation:
 
 def _longest_wait(demands: Sequence[Demand], answers: Sequence[Answer]) -> tuple[Demand, Answer]:
     """The refusal that lasts longest: until it is over, no retry can pass."""
-    refusals = [
-        pair for pair in zip(demands, answers, strict=True) if pair[1].over and pair[0].enforced
-    ]
+    refusals = [pair for pair in zip(demands, answers, strict=True) if pair[1].over and pair[0].enforced]
     return max(refusals, key=lambda pair: (pair[1].wait_us < 0, pair[1].wait_us))
 
 

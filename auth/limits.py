@@ -7,8 +7,8 @@ A limit holds in a *scope*, a tenant or one of its keys. Kinds of one request:
 - at the same time (parallel requests);
 - by calendar day and month, UTC (the token budget).
 
-Tokens are reserved at their worst case (prompt and all output allowed) and lowered to the real use at the end.
-Where counts are kept: limits_memory.py, limits_redis.py. Times are integers: microseconds since 1970.
+Tokens are reserved at their worst case (prompt and all output allowed) and lowered to the real use at the
+end. Where counts are kept: limits_memory.py, limits_redis.py. Times are integers: microseconds since 1970.
 """
 
 import time
@@ -22,8 +22,8 @@ SECOND_US = 1_000_000
 DAY_US = 86_400 * SECOND_US
 
 EXACT_ENTRIES = 256
-"""A window keeps so many admissions one by one; above that, those within a 64th of it are put together, at the
-time of the last: never more than the limit, at most 1.6 % less."""
+"""A window keeps so many admissions one by one; above that, those within a 64th of it are put together, at
+the time of the last: never more than the limit, at most 1.6 % less."""
 WINDOW_SHARES = 64
 MAX_PARALLEL_WAIT_US = 30 * SECOND_US
 """Longest wait told for parallel requests: clients that leave early free their places sooner."""

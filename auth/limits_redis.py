@@ -1,7 +1,8 @@
-"""Limits counted in Redis, for several workers or hosts: one atomic script for each step, by Redis's own clock.
+"""Limits counted in Redis, for several workers or hosts: one atomic script for each step, by Redis's clock.
 
-A running request holds a lease in Redis that expires by itself unless it is renewed: what a worker that died had
-reserved comes back, at the next request of the same tenant after `LEASE_S`. All of a tenant is in one hash slot.
+A running request holds a lease in Redis that expires by itself unless it is renewed: what a worker that died
+had reserved comes back, at the next request of the same tenant after `LEASE_S`. All of a tenant is in one
+hash slot.
 """
 
 import asyncio
@@ -19,7 +20,6 @@ from metrics.limits import LimitMetrics
 log = structlog.get_logger()
 
 LEASE_S = 30
-RENEW_S = LEASE_S / 3
 RETRY_S = 1.0
 MAX_UNSETTLED = 10_000
 """Requests that ended while Redis was away, kept to be settled; further ones are left to their leases."""
@@ -82,11 +82,13 @@ class RedisStore:
         command: Command = ("settle", [f"{base}open", f"{base}leases"], [lease, used])
         try:
             await self._line.run(command)
-        except StoreUnavailable:
+        except (StoreUnavailable, asyncio.CancelledError) as error:
             if len(self._unsettled) < MAX_UNSETTLED:
                 self._unsettled[lease] = command
             else:
                 self._metrics.settles_dropped.inc()
+            if isinstance(error, asyncio.CancelledError):
+                raise
 
     async def close(self) -> None:
         """Settles what it can, then ends the connection."""

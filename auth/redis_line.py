@@ -1,9 +1,9 @@
 """One connection to Redis for all requests of a worker: scripts run in the order in which they were called.
 
-redis-py makes the connection (address, TLS, password) and reads and writes the protocol. Its client would take a
-connection from a pool for each command and give it up when the caller is cancelled, so that what a cancelled
-request had reserved could arrive after the word that gives it back. Here the answers of cancelled callers are read
-and dropped, and the order holds.
+redis-py makes the connection (address, TLS, password) and reads and writes the protocol. Its client would
+take a connection from a pool for each command and give it up when the caller is cancelled, so that what a
+cancelled request had reserved could arrive after the word that gives it back. Here the answers of cancelled
+callers are read and dropped, and the order holds.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class RedisLine:
         timeout_s: float,
         first: Callable[[], Iterable[Command]] = tuple,
     ) -> None:
-        """`first` gives what is run on a new connection before anything else. Raises ValueError for a bad URL."""
+        """`first` gives what a new connection runs before all else. Raises ValueError for a bad URL."""
         self._pool = ConnectionPool.from_url(
             url, socket_timeout=None, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
         )
@@ -107,7 +107,7 @@ class RedisLine:
                 return
             if time.monotonic() < self._try_again_at:
                 raise StoreUnavailable("no connection to Redis")
-            connection = self._pool.make_connection()
+            connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await connection.connect()
@@ -163,4 +163,4 @@ class RedisLine:
                 answer.set_exception(StoreUnavailable("the connection to Redis broke", sent=True))
                 answer.exception()  # whoever waited may be gone
         with contextlib.suppress(Exception):
-            connection._close()
+            connection._close()  # type: ignore[no-untyped-call]

@@ -11,10 +11,15 @@ class LimitMetrics:
             "lapilli_rate_limited", "Requests refused, by kind of limit.", ["limit"], registry=registry
         )
         self.shadow = Counter(
-            "lapilli_limits_shadow", "Requests that a shadow limit would have refused.", ["limit"], registry=registry
+            "lapilli_limits_shadow",
+            "Requests that a shadow limit would have refused.",
+            ["limit"],
+            registry=registry,
         )
         self.store_errors = Counter(
-            "lapilli_limits_store_errors", "Requests for which the store could not be asked.", registry=registry
+            "lapilli_limits_store_errors",
+            "Requests for which the store could not be asked.",
+            registry=registry,
         )
         self.settles_dropped = Counter(
             "lapilli_limits_settles_dropped",

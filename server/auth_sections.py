@@ -66,7 +66,7 @@ LimitName = Literal[
 def _redis_url(value: str) -> str:
     """Checks that redis-py can read the URL; quotes nothing of it."""
     try:
-        parse_url(value)
+        parse_url(value)  # type: ignore[no-untyped-call]
     except ValueError:
         raise ValueError("not a Redis URL (redis://, rediss:// or unix://)") from None
     return value
@@ -80,11 +80,11 @@ def _names(value: Any) -> Any:
 
 
 class LimitsSettings(Section):
-    """How much tenants may use, where that is counted, and the limits of tenants that set none of their own."""
+    """How much tenants may use, where that is counted, and what holds for tenants that set no limit."""
 
     store: Literal["memory", "redis", "none"] = Field(
         "memory",
-        description="`memory`: counted in the one worker; `redis`: for several workers or hosts; `none`: no limits.",
+        description="`memory`: for one worker; `redis`: for several workers or hosts; `none`: no limits.",
     )
     redis_url: Annotated[str, AfterValidator(_redis_url)] = Field(
         "redis://127.0.0.1:6379/0",

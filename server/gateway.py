@@ -23,9 +23,9 @@ class Gateway:
 
     settings: Settings
     keys: KeyStore
-    limiter: Limiter
     metrics: RequestMetrics
     engine: Engine
+    limiter: Limiter
     protocol: OpenAIProtocol | None = None
     """vLLM's serving classes; None until the worker is attached to an engine."""
     draining: bool = False

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-from auth.limiter import LimitExceeded, Limiter, kind_text
+from auth.limiter import Limiter, LimitExceeded, kind_text
 from auth.limits import SECOND_US, StoreUnavailable
 from auth.principal import Principal
 from server.context import RequestContext
@@ -49,7 +49,9 @@ def too_many(error: LimitExceeded) -> ApiError:
     """429 with the time of the limit that refused; a client that waits so long is admitted."""
     demand, answer = error.demand, error.answer
     whose = "this tenant" if demand.scope == "tenant" else "this API key"
-    what = f"{kind_text(demand.kind)} (limit {demand.limit}, left {answer.remaining}, requested {demand.amount})"
+    what = (
+        f"{kind_text(demand.kind)} (limit {demand.limit}, left {answer.remaining}, requested {demand.amount})"
+    )
     headers = {"Retry-After": str(error.retry_after_s)}
     if error.hopeless:
         headers["x-should-retry"] = "false"  # OpenAI's clients obey it

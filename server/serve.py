@@ -38,6 +38,7 @@ def run(loaded: Loaded) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
     check_tls(settings.gateway)
+    _check_limits(settings)
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
@@ -52,6 +53,18 @@ def run(loaded: Loaded) -> None:
             code = runner.run(_serve(settings, model, listeners, admin))
     if code:
         raise SystemExit(code)
+
+
+def _check_limits(settings: Settings) -> None:
+    """A limit counted in each of several workers would be a wrong limit."""
+    workers = settings.gateway.workers
+    if settings.limits.store == "memory" and workers > 1:
+        raise SettingsError(
+            f"limits.store: memory counts in one worker alone, and gateway.workers is {workers}; "
+            "use redis (limits.redis_url), or none to serve without limits"
+        )
+    if settings.limits.store == "none":
+        log.warning("limits_off", reason="limits.store is none")
 
 
 def _model(settings: Settings, folder: Path) -> str:

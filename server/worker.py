@@ -73,9 +73,9 @@ async def _serve(plan: WorkerPlan) -> None:
     keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
     await keys.open()
     metrics = RequestMetrics(settings.engine.public_model_name)
-    gateway = Gateway(
-        settings, keys, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
-    )
+    limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
+    engine = Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+    gateway = Gateway(settings, keys, metrics, engine, limiter)
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
     server = QuietServer(http_config(create_app(gateway), settings, context))
@@ -91,6 +91,7 @@ async def _serve(plan: WorkerPlan) -> None:
         tasks.cancel()
         batched.flush()
         worker.close()
+        await limiter.close()
         await keys.close()
 
 

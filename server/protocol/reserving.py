@@ -1,4 +1,4 @@
-"""Where vLLM's serving classes have rendered a request and the engine has not seen it: tokens are reserved here."""
+"""Tokens are reserved where vLLM's serving classes have rendered a request, before the engine sees it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,9 @@ from server.context import RequestContext
 from server.limits import take_tokens, too_long_output
 
 
-async def reserve_tokens(serving: Any, request: Any, engine_inputs: Sequence[Any], ctx: RequestContext) -> None:
+async def reserve_tokens(
+    serving: Any, request: Any, engine_inputs: Sequence[Any], ctx: RequestContext
+) -> None:
     """Reserves the worst case of all prompts and choices; raises ApiError where a limit refuses it.
 
     A request that names no `max_tokens` is held to what its limits allow; one that names too many is refused.

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from server.context import RequestContext
 from server.gateway import context_of, gateway_of
 from server.protocol.serving import Answer
-from server.routes.access import ready_protocol
+from server.routes.access import admitted_protocol
 from server.streaming import stream_response, until_disconnect
 
 router = APIRouter()
@@ -17,14 +17,14 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """Creates a chat completion, streamed or whole."""
-    protocol = await ready_protocol(request)
+    protocol = await admitted_protocol(request)
     return await _complete(request, protocol.chat)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     """Creates a text completion, streamed or whole."""
-    protocol = await ready_protocol(request)
+    protocol = await admitted_protocol(request)
     return await _complete(request, protocol.completion)
 
 
