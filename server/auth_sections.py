@@ -10,7 +10,7 @@ from redis.connection import parse_url
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
-from server.sections import Section
+from server.sections import Section, json_value
 
 STATE_DATABASE = "lapilli/lapilli.db"
 
@@ -73,10 +73,12 @@ def _redis_url(value: str) -> str:
 
 
 def _names(value: Any) -> Any:
-    """Environment and flags carry a list as `a,b`; YAML may carry it as a list."""
+    """A list, or text as in `a,b`; JSON text too, as the environment and flags carry lists."""
     if isinstance(value, str):
-        return tuple(name.strip() for name in value.split(",") if name.strip())
-    return tuple(value) if isinstance(value, list) else value
+        value = json_value(value) if value.lstrip().startswith("[") else value.split(",")
+    if not isinstance(value, list | tuple):
+        raise ValueError("must be a list of limits")
+    return tuple(str(name).strip() for name in value if str(name).strip())
 
 
 class LimitsSettings(Section):

@@ -151,6 +151,48 @@ def children(pid: int, name: str) -> list[int]:
     return [child.pid for child in found if name in " ".join(child.cmdline())]
 
 
+@contextmanager
+def redis_server(
+    folder: Path, port: int | None = None, *flags: str
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """A Redis that keeps nothing on disk, in `folder`; yields its URL and process, ended on leaving."""
+    port = port or free_port()
+    command = [
+        "redis-server",
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--dir",
+        str(folder),
+        "--save",
+        "",
+        *flags,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        poll(lambda: _accepts(port), "Redis accepts connections")
+        yield f"redis://127.0.0.1:{port}/0", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis shared by all tests that use accounts of their own."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as (url, _):
+        yield url
+
+
 @pytest.fixture(scope="session")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server over the stub engine, shared by all tests that only read and write requests."""
