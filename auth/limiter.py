@@ -237,13 +237,10 @@ class Reservation:
         if self._held:
             await self._store.settle(self._account, self.ctx.id, self._used_tokens())
 
-    @property
-    def waits_to_settle(self) -> bool:
-        """Whether the answer's last byte must wait until it is settled.
-
-        So it is where a client that goes on at once could find its own place still taken.
-        """
-        return not self.settled and self._held and (self.plan.parallel or bool(self.plan.tokens))
+    async def settle_before_the_last_byte(self) -> None:
+        """Settles now if a client that goes on at once could find its own place, or tokens, still taken."""
+        if self.plan.parallel or self.plan.tokens:
+            await self.settle()
 
     def _used_tokens(self) -> int | None:
         ctx = self.ctx

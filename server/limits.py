@@ -9,9 +9,13 @@ from server.context import RequestContext
 from server.errors import ApiError, unavailable
 
 
-async def admit(limiter: Limiter, ctx: RequestContext, principal: Principal) -> None:
-    """The first step of a generation request, before its body is read. Raises ApiError (429, 503)."""
-    ctx.reservation = limiter.reservation(ctx, principal)
+async def admit(limiter: Limiter, ctx: RequestContext) -> None:
+    """The first step of a request that the engine works for, before its body is read.
+
+    Its caller is known. Raises ApiError (429, 503).
+    """
+    assert ctx.principal is not None
+    ctx.reservation = limiter.reservation(ctx, ctx.principal)
     if ctx.reservation is None:
         return
     try:

@@ -23,8 +23,8 @@ class RequestScope:
     """Makes the request's context, and is the one place where every request ends.
 
     However it ends (answer, exception, cancel, a client that left), the context is observed and logged
-    once, and what it held of its tenant's limits is settled. An exception that nobody mapped becomes a 500,
-    or cuts the connection after the first byte.
+    once, and what it held of its tenant's limits is settled; a request with work in the background ends with
+    that. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics, limiter: Limiter) -> None:
@@ -51,9 +51,12 @@ class RequestScope:
             if ctx.status is not None:
                 ctx.outcome = "stream_error"
                 raise
-            await internal_error().response()(scope, receive, _noting_send(ctx, send))
+            await internal_error().response(ctx.path)(scope, receive, _noting_send(ctx, send))
         finally:
-            self._end(ctx, time.perf_counter() - started)
+            if ctx.background is None:
+                self._end(ctx, time.perf_counter() - started)
+            else:
+                ctx.background.add_done_callback(lambda _: self._end(ctx, time.perf_counter() - started))
 
     def _end(self, ctx: RequestContext, duration_s: float) -> None:
         if ctx.reservation is not None:
@@ -85,9 +88,9 @@ def _noting_send(ctx: RequestContext, send: Send) -> Send:
             headers["X-Request-Id"] = ctx.client_request_id or ctx.id
             if ctx.reservation is not None:
                 headers.update(ctx.reservation.headers)
-        elif ctx.reservation is not None and not message.get("more_body") and ctx.reservation.waits_to_settle:
+        elif ctx.reservation is not None and not message.get("more_body") and ctx.background is None:
             # Before the last byte: a client that goes on at once finds its place free.
-            await ctx.reservation.settle()
+            await ctx.reservation.settle_before_the_last_byte()
         await send(message)
 
     return noting
@@ -147,4 +150,4 @@ class BodyLimit:
             code="request_too_large",
             headers={"Connection": "close"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)

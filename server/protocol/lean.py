@@ -50,9 +50,10 @@ class LeanServingChat(OpenAIServingChat):
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
         """As vLLM's, then reserves tokens; raises ApiError where a limit refuses."""
         result = await super().render_chat_request(request)
-        ctx = self.engine_client.contexts.get(request.request_id)
-        if ctx is not None and not isinstance(result, ErrorResponse):
-            await reserve_tokens(self, request, result[1], ctx)
+        if not isinstance(result, ErrorResponse):
+            await reserve_tokens(
+                self, request, result[1], self.engine_client.contexts.get(request.request_id)
+            )
         return result
 
     def chat_completion_stream_generator(

@@ -7,7 +7,6 @@ from auth.principal import Principal
 from auth.store import KeyStoreUnavailable
 from server.errors import unauthorized, unavailable
 from server.gateway import DRAINING, context_of, gateway_of
-from server.limits import admit
 from server.protocol.serving import OpenAIProtocol
 
 
@@ -42,16 +41,3 @@ async def ready_protocol(request: Request) -> OpenAIProtocol:
         reason = gateway.engine.reason or "the engine is starting"
         raise unavailable(f"The server is not ready: {reason}.", retry_after_s=5)
     return gateway.protocol
-
-
-async def admitted_protocol(request: Request) -> OpenAIProtocol:
-    """As `ready_protocol`, for every route that makes the engine work: the request passes the limits' door.
-
-    429 where a limit refuses. What it holds is given back by RequestScope, however the request ends; its
-    tokens are reserved once the prompt is tokenised (server/protocol/reserving.py).
-    """
-    protocol = await ready_protocol(request)
-    ctx = context_of(request)
-    assert ctx.principal is not None
-    await admit(gateway_of(request).limiter, ctx, ctx.principal)
-    return protocol
