@@ -7,6 +7,7 @@ class LimitMetrics:
     """The `lapilli_limits_*` series of one gateway, and `lapilli_rate_limited_total`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
         self.refused = Counter(
             "lapilli_rate_limited", "Requests refused, by kind of limit.", ["limit"], registry=registry
         )
