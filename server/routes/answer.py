@@ -9,6 +9,7 @@ from server.context import RequestContext
 from server.gateway import context_of, gateway_of
 from server.limits import admit
 from server.protocol.answers import Answer
+from server.routes.body import json_body
 from server.streaming import stream_response, until_disconnect
 
 
@@ -21,7 +22,7 @@ async def answer(
     """
     gateway, ctx = gateway_of(request), context_of(request)
     await admit(gateway.limiter, ctx)
-    body = await request.body()
+    body = await json_body(request)
     gateway.engine.track(ctx)
     return await send(request, await until_disconnect(request, ctx, serve(body, ctx)))
 
