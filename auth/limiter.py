@@ -254,7 +254,7 @@ class Reservation:
 
     async def _reserve(self, demands: Sequence[Demand], output_tokens: int) -> None:
         metrics = self._limiter.metrics
-        self._held = True
+        held_before, self._held = self._held, True
         try:
             answers = await self._store.reserve(
                 self._account,
@@ -273,6 +273,7 @@ class Reservation:
             if answer.over and not demand.enforced:
                 metrics.shadow.labels(demand.kind.name).inc()
         if refused(demands, answers):
+            self._held = held_before
             demand, answer = _longest_wait(demands, answers)
             metrics.refused.labels(demand.kind.name).inc()
             raise LimitExceeded(demand, answer)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from auth.limits import SECOND_US, Account, Answer, Demand, StoreUnavailable
+from auth.limits import SECOND_US, Account, Answer, Demand, StoreUnavailable, refused
 from auth.redis_line import Command, RedisLine
 from metrics.limits import LimitMetrics
 
@@ -67,12 +67,17 @@ class RedisStore:
         args: list[str | int] = [self._now(), lease, self._lease_us, output_tokens, pace_us]
         for scope, kind, limit, amount, enforced in demands:
             args += (3 if scope == "tenant" else 4, kind.code, limit, amount, int(enforced))
-        self._open.setdefault(account.tenant, set()).add(lease)
+        leases = self._open.setdefault(account.tenant, set())
+        known = lease in leases
+        leases.add(lease)
         found = await self._line.run(("reserve", keys, args))
-        return [
+        answers = [
             Answer(bool(found[at]), found[at + 1], found[at + 2], found[at + 3])
             for at in range(0, len(found), 4)
         ]
+        if not known and refused(demands, answers):
+            self._forget(account.tenant, lease)
+        return answers
 
     async def settle(self, account: Account, lease: str, used_tokens: int | None) -> None:
         """See limits.Store. Never raises: what can't be settled now is tried again until it can."""

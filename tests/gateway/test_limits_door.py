@@ -61,7 +61,9 @@ class Door:
 
     async def ask(self, body: bytes = b"{}") -> httpx.Response:
         """One chat request."""
-        return await self.client.post(CHAT, content=body, headers={"Authorization": "Bearer x"})
+        return await self.client.post(
+            CHAT, content=body, headers={"Authorization": "Bearer x", "Content-Type": "application/json"}
+        )
 
     def limit(self, **limits: int | None) -> None:
         """From now on the tenant has these limits, and no others."""
