@@ -42,6 +42,11 @@ MAX_RETRY_AFTER_S = 120
 FIRST_PACE_S = 0.05
 """Assumed time per output token until one has been seen."""
 CLOSE_LIMIT_S = 5.0
+HEADER_NAMES = {
+    unit: [f"x-ratelimit-{what}-{unit.value}" for what in ("limit", "remaining", "reset")]
+    for unit in (Unit.REQUESTS, Unit.TOKENS)
+}
+"""As OpenAI spells them."""
 
 
 class LimitExceeded(Exception):
@@ -269,12 +274,15 @@ class Reservation:
                 return
             raise
         self._note_headers(demands, answers)
-        for demand, answer in zip(demands, answers, strict=True):
-            if answer.over and not demand.enforced:
+        over = [pair for pair in zip(demands, answers, strict=True) if pair[1].over]
+        if not over:
+            return
+        for demand, _ in over:
+            if not demand.enforced:
                 metrics.shadow.labels(demand.kind.name).inc()
         if refused(demands, answers):
             self._held = held_before
-            demand, answer = _longest_wait(demands, answers)
+            demand, answer = _longest_wait(over)
             metrics.refused.labels(demand.kind.name).inc()
             raise LimitExceeded(demand, answer)
 
@@ -288,25 +296,28 @@ class Reservation:
 
     def _note_headers(self, demands: Sequence[Demand], answers: Sequence[Answer]) -> None:
         """Of each unit the limit that is nearest to its end; of a refusal, the one that refuses."""
-        for unit in (Unit.REQUESTS, Unit.TOKENS):
-            pairs = [
-                (demand, answer)
-                for demand, answer in zip(demands, answers, strict=True)
-                if demand.kind.unit is unit and demand.enforced
-            ]
-            if pairs:
-                demand, answer = min(
-                    pairs, key=lambda pair: (not pair[1].over, pair[1].remaining, -pair[1].reset_us)
-                )
-                self.headers[f"x-ratelimit-limit-{unit.value}"] = str(demand.limit)
-                self.headers[f"x-ratelimit-remaining-{unit.value}"] = str(answer.remaining)
-                self.headers[f"x-ratelimit-reset-{unit.value}"] = duration(answer.reset_us)
+        nearest: dict[Unit, tuple[tuple[bool, int, int], int, Answer]] = {}
+        for demand, answer in zip(demands, answers, strict=True):
+            unit = demand.kind.unit
+            if unit is not Unit.PARALLEL and demand.enforced:
+                order = (not answer.over, answer.remaining, -answer.reset_us)
+                if unit not in nearest or order < nearest[unit][0]:
+                    nearest[unit] = (order, demand.limit, answer)
+        for unit, (_, limit, answer) in nearest.items():
+            for name, value in zip(
+                HEADER_NAMES[unit],
+                (str(limit), str(answer.remaining), duration(answer.reset_us)),
+                strict=True,
+            ):
+                self.headers[name] = value
 
 
-def _longest_wait(demands: Sequence[Demand], answers: Sequence[Answer]) -> tuple[Demand, Answer]:
+def _longest_wait(over: Sequence[tuple[Demand, Answer]]) -> tuple[Demand, Answer]:
     """The refusal that lasts longest: until it is over, no retry can pass."""
-    refusals = [pair for pair in zip(demands, answers, strict=True) if pair[1].over and pair[0].enforced]
-    return max(refusals, key=lambda pair: (pair[1].wait_us < 0, pair[1].wait_us))
+    return max(
+        (pair for pair in over if pair[0].enforced),
+        key=lambda pair: (pair[1].wait_us < 0, pair[1].wait_us),
+    )
 
 
 def duration(microseconds: int) -> str:

@@ -16,7 +16,6 @@ from auth.limits import (
     Unit,
     now_us,
     period_of,
-    refused,
 )
 
 IDLE_US = 120 * SECOND_US
@@ -82,12 +81,12 @@ class Scope:
     touched: int = 0
     windows: dict[str, Window] = field(default_factory=dict)
     budgets: dict[str, list[int]] = field(default_factory=dict)
-    """By kind: number of the period, tokens in it."""
+    """By kind: number of the period, tokens in it, when it ends."""
     leases: dict[str, "Lease"] = field(default_factory=dict)
     """Requests that hold a place among the parallel ones."""
 
     def idle(self, now: int) -> bool:
-        """Whether forgetting it changes nothing (a budget's last day or month does not count)."""
+        """Whether forgetting it changes nothing."""
         for window in self.windows.values():
             window.advance(now)
         current = any(now < count[2] for count in self.budgets.values())
@@ -119,21 +118,25 @@ class MemoryStore:
         now = self._clock()
         self._forget_one(now)
         scopes = [self._scope(account, demand.scope, now) for demand in demands]
-        answers = [_ask(scope, demand, now, pace_us) for scope, demand in zip(scopes, demands, strict=True)]
-        if refused(demands, answers):
-            return answers
+        pairs = list(zip(scopes, demands, strict=True))
+        waits = [_wait(scope, demand, now, pace_us) for scope, demand in pairs]
+        if not any(wait is not None and demand.enforced for wait, demand in zip(waits, demands, strict=True)):
+            self._take_all(lease, pairs, now, output_tokens)
+        return [
+            _standing(scope, demand, now, wait) for (scope, demand), wait in zip(pairs, waits, strict=True)
+        ]
+
+    def _take_all(
+        self, lease: str, pairs: list[tuple["Scope", Demand]], now: int, output_tokens: int
+    ) -> None:
         held = self._leases.get(lease)
         if held is None:
             held = Lease(now)
-            if demands:
+            if pairs:
                 self._leases[lease] = held
         held.output_tokens = output_tokens
-        for scope, demand in zip(scopes, demands, strict=True):
+        for scope, demand in pairs:
             held.held.append((scope, demand, _take(scope, demand, now, lease, held)))
-        return [
-            _standing(scope, demand, now, answer.over, answer.wait_us)
-            for scope, demand, answer in zip(scopes, demands, answers, strict=True)
-        ]
 
     async def settle(self, account: Account, lease: str, used_tokens: int | None) -> None:
         """See limits.Store."""
@@ -175,39 +178,38 @@ class MemoryStore:
                 scope.touched = now
 
 
-def _ask(scope: Scope, demand: Demand, now: int, pace_us: int) -> Answer:
-    """Whether `demand` has room."""
-    kind, limit, amount = demand.kind, demand.limit, demand.amount
+def _wait(scope: Scope, demand: Demand, now: int, pace_us: int) -> int | None:
+    """How long until `demand` has room, -1: never; None where it has room now."""
+    _, kind, limit, amount, _ = demand
     if kind.window_us:
         window = scope.windows.get(kind.code)
         if window is None:
             window = scope.windows[kind.code] = Window(kind.window_us)
         window.advance(now)
-        over = window.total + amount > limit
-        wait = window.wait(now, limit, amount) if over else 0
-    elif kind.period:
-        number, end = period_of(kind, now)
+        return window.wait(now, limit, amount) if window.total + amount > limit else None
+    if kind.period:
         budget = scope.budgets.get(kind.code)
-        if budget is None or budget[0] != number:
+        if budget is None or now >= budget[2]:
+            number, end = period_of(kind, now)
             budget = scope.budgets[kind.code] = [number, 0, end]
-        over = budget[1] + amount > limit
-        wait = (-1 if amount > limit else end - now) if over else 0
-    else:
-        over = len(scope.leases) + amount > limit
-        wait = _parallel_wait(scope, now, pace_us) if over else 0
-    return _standing(scope, demand, now, over, wait)
+        if budget[1] + amount <= limit:
+            return None
+        return -1 if amount > limit else budget[2] - now
+    return _parallel_wait(scope, now, pace_us) if len(scope.leases) + amount > limit else None
 
 
-def _standing(scope: Scope, demand: Demand, now: int, over: bool, wait: int) -> Answer:
-    """The answer with what is left of the limit now."""
-    kind, limit = demand.kind, demand.limit
+def _standing(scope: Scope, demand: Demand, now: int, wait: int | None) -> Answer:
+    """The answer, with what is left of the limit now."""
+    _, kind, limit, _, _ = demand
     if kind.window_us:
         window = scope.windows[kind.code]
-        return Answer(over, wait, max(0, limit - window.total), window.reset(now))
-    if kind.period:
+        used, reset = window.total, window.reset(now)
+    elif kind.period:
         _, used, end = scope.budgets[kind.code]
-        return Answer(over, wait, max(0, limit - used), end - now if used else 0)
-    return Answer(over, wait, max(0, limit - len(scope.leases)), 0)
+        reset = end - now if used else 0
+    else:
+        used, reset = len(scope.leases), 0
+    return Answer(wait is not None, wait or 0, limit - used if limit > used else 0, reset)
 
 
 def _parallel_wait(scope: Scope, now: int, pace_us: int) -> int:

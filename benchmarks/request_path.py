@@ -1,4 +1,4 @@
-"""What auth and limits add to a request, in process: the application's own layers over an engine that does nothing.
+"""What auth and limits add to a request, in process: the application's layers over an engine that does nothing.
 
 Two applications take the same requests in turns, one with keys, limits (of every kind) and audit on, one
 without. The difference of their medians is what a request pays before and after the engine.
@@ -11,8 +11,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,8 +68,8 @@ def _application(keys: Any, limits: LimitsSettings) -> tuple[Any, Limiter]:
 async def _request_s(app: Any, key: str) -> float:
     """Seconds that one chat request takes, without a connection."""
     scope = {
-        "type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
-        "raw_path": b"/v1/chat/completions", "scheme": "http", "root_path": "", "client": ("127.0.0.1", 1),
+        "type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/chat/completions",
+        "query_string": b"", "raw_path": b"/v1/chat/completions", "scheme": "http", "root_path": "", "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 2),
         "headers": [(b"authorization", b"Bearer " + key.encode()), (b"content-type", b"application/json")],
     }  # fmt: skip
@@ -114,8 +114,8 @@ async def added_us(store: str, redis_url: str) -> float:
     return (statistics.median(times["full"]) - statistics.median(times["bare"])) * 1e6
 
 
-@asynccontextmanager
-async def _redis() -> AsyncIterator[str | None]:
+@contextmanager
+def _redis() -> Iterator[str | None]:
     """A Redis of its own on a free port; None where there is none to start."""
     if shutil.which("redis-server") is None:
         yield None
@@ -126,10 +126,9 @@ async def _redis() -> AsyncIterator[str | None]:
         command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            for _ in range(100):
-                await asyncio.sleep(0.05)
-                if _accepts(port):
-                    break
+            deadline = time.monotonic() + 10
+            while not _accepts(port) and time.monotonic() < deadline:
+                time.sleep(0.05)
             yield f"redis://127.0.0.1:{port}/0"
         finally:
             process.kill()
@@ -148,10 +147,10 @@ def measure() -> dict[str, float | None]:
     """`added_p50_us_memory` and `added_p50_us_redis` (None without a redis-server)."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
 
-    async def both() -> dict[str, float | None]:
-        memory = round(await added_us("memory", "redis://127.0.0.1:1/0"), 1)
-        async with _redis() as url:
-            shared = None if url is None else round(await added_us("redis", url), 1)
-        return {"added_p50_us_memory": memory, "added_p50_us_redis": shared}
-
-    return uvloop.run(both())
+    memory = uvloop.run(added_us("memory", "redis://127.0.0.1:1/0"))
+    with _redis() as url:
+        shared = None if url is None else uvloop.run(added_us("redis", url))
+    return {
+        "added_p50_us_memory": round(memory, 1),
+        "added_p50_us_redis": None if shared is None else round(shared, 1),
+    }

@@ -93,7 +93,8 @@ def _noting_send(ctx: RequestContext, send: Send, body_pending: Callable[[], boo
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = ctx.client_request_id or ctx.id
             if ctx.reservation is not None:
-                headers.update(ctx.reservation.headers)
+                for name, value in ctx.reservation.headers.items():
+                    headers.append(name, value)
             if body_pending is not None and body_pending():
                 headers["Connection"] = "close"  # the rest of the body is not waited for
         elif ctx.reservation is not None and not message.get("more_body") and ctx.background is None:
