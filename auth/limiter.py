@@ -105,6 +105,11 @@ class Limiter:
         plan = self.plan(principal.tenant_limits, principal.key_limits)
         return Reservation(self, self.store, ctx, Account(principal.tenant, principal.key_id), plan)
 
+    async def open_store(self) -> None:
+        """Connects the store ahead of the first request."""
+        if self.store is not None:
+            await self.store.open()
+
     def settle_soon(self, reservation: "Reservation") -> None:
         """Settles beside all else; `close` waits for it."""
         if not reservation.settled:

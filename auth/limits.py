@@ -122,6 +122,10 @@ class Store(Protocol):
         """
         ...
 
+    async def open(self) -> None:
+        """Connects ahead of the first request; no error where that fails: a later one tries again."""
+        ...
+
     async def close(self) -> None:
         """Lets go of connections."""
         ...

@@ -152,6 +152,9 @@ class MemoryStore:
                 kept = demand.amount
             _lower(scope, demand.kind, number, demand.amount - kept)
 
+    async def open(self) -> None:
+        """Nothing to connect to."""
+
     async def close(self) -> None:
         """Nothing to let go of."""
 

@@ -56,6 +56,11 @@ class RedisStore:
         self._unsettled: dict[str, Command] = {}
         self._keeper: asyncio.Task[None] | None = None
 
+    async def open(self) -> None:
+        """See limits.Store; the log has a failure."""
+        with contextlib.suppress(StoreUnavailable):
+            await self._line.open()
+
     async def reserve(
         self, account: Account, lease: str, demands: Sequence[Demand], *, output_tokens: int, pace_us: int
     ) -> list[Answer]:

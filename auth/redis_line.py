@@ -56,6 +56,10 @@ class RedisLine:
         self._connecting = asyncio.Lock()
         self._try_again_at = -math.inf
 
+    async def open(self) -> None:
+        """Connects ahead of the first call. Raises StoreUnavailable."""
+        await self._connect()
+
     async def run(self, command: Command) -> Any:
         """What the script returns. Raises StoreUnavailable; it may have run all the same (`sent`)."""
         if self._connection is None:
@@ -111,8 +115,9 @@ class RedisLine:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await connection.connect()
-                    for name, source in self._scripts.items():
+                    for source in self._scripts.values():
                         await connection.send_command("SCRIPT", "LOAD", source)
+                    for name in self._scripts:
                         self._digests[name] = await connection.read_response()
                     for command in self._first():
                         await connection.send_command(*self._packed(command))

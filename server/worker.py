@@ -74,6 +74,7 @@ async def _serve(plan: WorkerPlan) -> None:
     await keys.open()
     metrics = RequestMetrics(settings.engine.public_model_name)
     limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
+    await limiter.open_store()
     engine = Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
     gateway = Gateway(settings, keys, metrics, engine, limiter)
     certificates = await Certificates.wait(settings.gateway)

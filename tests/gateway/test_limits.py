@@ -127,13 +127,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 def _at_once(server: Server, count: int, body: dict[str, Any]) -> list[httpx.Response]:
     """The answers to `count` requests at the same instant, each on a connection of its own."""
 
-    def one(_number: int) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {key}"}
-        return httpx.post(f"{server.url}{CHAT}", json=body, headers=headers, timeout=60)
-
-    key = server.key
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
+    with server.client() as client, ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda _number: client.post(CHAT, json=body), range(count)))
 
 
 def test_a_burst_over_two_workers(shared: Shared) -> None:
