@@ -273,8 +273,10 @@ class Reservation:
                 output_tokens=output_tokens,
                 pace_us=self._limiter.pace_us,
             )
-        except StoreUnavailable:
+        except StoreUnavailable as error:
             metrics.store_errors.inc()
+            if not error.sent:
+                self._held = held_before
             if self._limiter.fail_open:
                 return
             raise

@@ -75,7 +75,12 @@ class RedisStore:
         leases = self._open.setdefault(account.tenant, set())
         known = lease in leases
         leases.add(lease)
-        found = await self._line.run(("reserve", keys, args))
+        try:
+            found = await self._line.run(("reserve", keys, args))
+        except StoreUnavailable as error:
+            if not known and not error.sent:
+                self._forget(account.tenant, lease)
+            raise
         answers = [
             Answer(bool(found[at]), found[at + 1], found[at + 2], found[at + 3])
             for at in range(0, len(found), 4)
