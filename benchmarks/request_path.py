@@ -20,13 +20,15 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from auth.database import Database
+from auth.identity import Identity
 from auth.limiter import Limiter
 from auth.principal import Limits, Principal
 from auth.store import KeyStore
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
-from server.auth_sections import LimitsSettings
+from server.auth_sections import AuthSettings, JwtSettings, LimitsSettings
 from server.config import Settings
 from server.context import RequestContext
 from server.gateway import Gateway
@@ -51,17 +53,17 @@ async def _chat(_body: bytes, ctx: RequestContext) -> bytes:
 
 
 class _Anyone:
-    """In the place of the key store: everybody is the same caller."""
+    """In the place of identity: everybody is the same caller."""
 
-    async def authenticate(self, _key: str) -> Principal:
+    async def identify(self, _headers: Any) -> Principal:
         return CALLER
 
 
-def _application(keys: Any, limits: LimitsSettings) -> tuple[Any, Limiter]:
+def _application(identity: Any, limits: LimitsSettings) -> tuple[Any, Limiter]:
     metrics = RequestMetrics("m")
     limiter = Limiter(limits, LimitMetrics(CollectorRegistry()))
     engine: Any = SimpleNamespace(ready=True, reason=None, track=lambda _ctx: None)
-    gateway = Gateway(Settings(), keys, metrics, engine, limiter)
+    gateway = Gateway(Settings(), identity, metrics, engine, limiter)
     gateway.protocol = SimpleNamespace(chat=_chat)  # type: ignore[assignment]
     return create_app(gateway), limiter
 
@@ -102,16 +104,27 @@ async def _request_s(app: Any, key: str) -> float:
     return taken_s
 
 
+async def _first_key(auth: AuthSettings) -> str:
+    database = Database(auth.database_url)
+    await database.open()
+    try:
+        await database.upgrade()
+        return await KeyStore(database).ensure_first_key() or ""
+    finally:
+        await database.close()
+
+
 async def added_us(store: str, redis_url: str) -> float:
     """Microseconds at the median that auth and limits add to a request."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        keys = KeyStore(f"sqlite+aiosqlite:///{folder}/keys.db", refresh_s=3600)
-        await keys.open()
-        stack.push_async_callback(keys.close)
-        key = await keys.ensure_first_key() or ""
+        auth = AuthSettings(database_url=f"sqlite+aiosqlite:///{folder}/keys.db")
+        key = await _first_key(auth)
+        identity = Identity(auth, JwtSettings())
+        await identity.start()
+        stack.push_async_callback(identity.close)
         limits = LimitsSettings(store=store, redis_url=redis_url, **ALL_LIMITS)  # type: ignore[arg-type]
-        full, limiter = _application(keys, limits)
+        full, limiter = _application(identity, limits)
         stack.push_async_callback(limiter.close)
         bare, _ = _application(_Anyone(), LimitsSettings(store="none"))
         medians: dict[str, list[float]] = {"full": [], "bare": []}

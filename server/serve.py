@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import multiprocessing
 import os
+import resource
 import socket
 import tempfile
 from multiprocessing import forkserver
@@ -13,6 +14,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from auth.database import Database
 from auth.store import KeyStore
 from server.config import Settings
 from server.config_sources import Loaded, SettingsError
@@ -25,6 +27,7 @@ log = structlog.get_logger()
 
 LISTEN_BACKLOG = 2048
 SEND_BUFFER_BYTES = 2**18
+MAX_DESCRIPTORS = 2**16
 
 
 def run(loaded: Loaded) -> None:
@@ -38,6 +41,9 @@ def run(loaded: Loaded) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
     check_tls(settings.gateway)
+    _raise_descriptor_limit()
+    if settings.jwt.issuer is not None and settings.jwt.audience is None:
+        raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
     _check_limits(settings)
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
@@ -65,6 +71,14 @@ def _check_limits(settings: Settings) -> None:
         )
     if settings.limits.store == "none":
         log.warning("limits_off", reason="limits.store is none")
+
+
+def _raise_descriptor_limit() -> None:
+    """Each connection takes a file descriptor; the usual soft limit is 1024. Processes below inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _model(settings: Settings, folder: Path) -> str:
@@ -121,12 +135,13 @@ async def _serve(settings: Settings, model: str, listeners: list[socket.socket],
 
 async def _first_key(settings: Settings) -> str | None:
     """The first API key where it was made just now, printed at once; else None."""
-    keys = KeyStore(settings.auth.database_url)
-    await keys.open()
+    database = Database(settings.auth.database_url)
+    await database.open()
     try:
-        key = await keys.ensure_first_key()
+        await (database.upgrade() if settings.auth.migrate else database.check())
+        key = await KeyStore(database).ensure_first_key()
     finally:
-        await keys.close()
+        await database.close()
     if key is not None:
         print(f"First API key (shown only now): {key}", flush=True)
     return key

@@ -18,8 +18,8 @@ import uvicorn
 import uvloop
 from sse_starlette.sse import AppStatus
 
+from auth.identity import Identity
 from auth.limiter import Limiter
-from auth.store import KeyStore
 from metrics import batched
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
@@ -70,13 +70,13 @@ def run(plan: WorkerPlan) -> None:
 
 async def _serve(plan: WorkerPlan) -> None:
     settings = plan.settings
-    keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
-    await keys.open()
+    identity = Identity(settings.auth, settings.jwt)
+    await identity.start()
     metrics = RequestMetrics(settings.engine.public_model_name)
     limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
     await limiter.open_store()
     engine = Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
-    gateway = Gateway(settings, keys, metrics, engine, limiter)
+    gateway = Gateway(settings, identity, metrics, engine, limiter)
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
     server = QuietServer(http_config(create_app(gateway), settings, context))
@@ -93,7 +93,7 @@ async def _serve(plan: WorkerPlan) -> None:
         batched.flush()
         worker.close()
         await limiter.close()
-        await keys.close()
+        await identity.close()
 
 
 class QuietServer(uvicorn.Server):

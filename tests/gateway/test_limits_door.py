@@ -91,12 +91,12 @@ async def door(
     requests = RequestMetrics("m")
     holder: list[Door] = []
 
-    async def authenticate(_key: str) -> Principal:
+    async def identify(_headers: Any) -> Principal:
         return holder[0].principal
 
     gateway = Gateway(
         Settings(),
-        SimpleNamespace(authenticate=authenticate),  # type: ignore[arg-type]
+        SimpleNamespace(identify=identify),  # type: ignore[arg-type]
         requests,
         SimpleNamespace(ready=True, reason=None, track=lambda _ctx: None),  # type: ignore[arg-type]
         limiter,
