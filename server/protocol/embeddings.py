@@ -1,13 +1,27 @@
 """Embeddings, where the served model makes them."""
 
+from typing import Any
+
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingChatRequest, EmbeddingCompletionRequest
 from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
 from vllm.renderers.chat_utils import ChatTemplateConfig
 
 from server.context import RequestContext
+from server.limits import take_tokens
 from server.protocol.answers import result_of
 from server.protocol.bodies import parse
 from server.protocol.parts import Parts, unsupported_endpoint
+
+
+class ReservingEmbedding(ServingEmbedding):
+    """ServingEmbedding that reserves the tokens of all inputs before the engine sees one."""
+
+    async def _prepare_generators(self, ctx: Any) -> None:
+        caller = self.engine_client.contexts.get(ctx.request.request_id)
+        if caller is not None and caller.reservation is not None:
+            lengths = [self._extract_prompt_len(item["prompts"]) for item in ctx.engine_inputs or ()]
+            await take_tokens(caller, sum(lengths), 0, 0)
+        await super()._prepare_generators(ctx)
 
 
 class Embeddings:
@@ -18,7 +32,7 @@ class Embeddings:
         self._serving: ServingEmbedding | None = None
         if not parts.generates:
             template = ChatTemplateConfig(chat_template=parts.renderer.chat_template)
-            self._serving = ServingEmbedding(
+            self._serving = ReservingEmbedding(
                 parts.llm, parts.models, request_logger=None, chat_template_config=template
             )
 

@@ -11,12 +11,14 @@ from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
 from vllm.parser.abstract_parser import DelegatingParser
 
 from server.engine.llm import LeanRequest
 from server.protocol.calls import Ends, checked_stream, expects_calls
 from server.protocol.frames import ChatFrames, StreamFrames
+from server.protocol.reserving import reserve_tokens
 from server.streaming import DONE
 
 
@@ -60,6 +62,15 @@ class LeanServingChat(OpenAIServingChat):
             and not parser.tool_parser_cls.engine_based_streaming
             and issubclass(parser, DelegatingParser)
         )
+
+    async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
+        """As vLLM's, then reserves tokens; raises ApiError where a limit refuses."""
+        result = await super().render_chat_request(request)
+        if not isinstance(result, ErrorResponse):
+            await reserve_tokens(
+                self, request, result[1], self.engine_client.contexts.get(request.request_id)
+            )
+        return result
 
     def chat_completion_stream_generator(
         self,

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
@@ -25,6 +24,7 @@ from server.protocol.lean import LeanServingChat
 from server.protocol.messages import Messages
 from server.protocol.models import Models
 from server.protocol.parts import make_parts
+from server.protocol.reserving import ReservingCompletion
 from server.protocol.responses import Responses
 from server.protocol.tokens import Tokens
 from server.sections import EngineSettings
@@ -45,7 +45,7 @@ class OpenAIProtocol:
         self._chat = LeanServingChat(
             llm, parts.models, "assistant", **parts.chat_options, **parts.parser_options
         )
-        self._completion = OpenAIServingCompletion(
+        self._completion = ReservingCompletion(
             llm, parts.models, online_renderer=parts.renderer, request_logger=None
         )
         self.models = Models(parts.models)
