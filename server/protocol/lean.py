@@ -9,13 +9,12 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.exceptions import GenerationError
 
 from server.engine.llm import LeanRequest
 from server.protocol.frames import ChatFrames, StreamFrames
-from server.protocol.tool_calls import NotedReasons, settle_reasons, settled_chunks
 from server.streaming import DONE
 
 
@@ -59,20 +58,9 @@ class LeanServingChat(OpenAIServingChat):
             usage = bool(request.stream_options and request.stream_options.include_usage)
             frames = self._frames.stream(request_id, int(time.time()), usage=usage)
             return _lean_events(result_generator, frames)
-        chunks = super().chat_completion_stream_generator(
+        return super().chat_completion_stream_generator(
             request, result_generator, request_id, *args, **kwargs
         )
-        return settled_chunks(chunks) if request.tools else chunks
-
-    async def chat_completion_full_generator(
-        self, request: ChatCompletionRequest, result_generator: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """As vLLM's, with `tool_calls` said only of whole calls."""
-        outputs = NotedReasons(result_generator)
-        response = await super().chat_completion_full_generator(request, outputs, *args, **kwargs)
-        if request.tools and isinstance(response, ChatCompletionResponse):
-            settle_reasons(response, outputs.by_index)
-        return response
 
 
 async def _lean_events(request: LeanRequest, frames: StreamFrames) -> AsyncGenerator[bytes, None]:
