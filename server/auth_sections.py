@@ -1,11 +1,14 @@
 """The sections of the settings tree that say who may call, and how much."""
 
+import ipaddress
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
@@ -48,5 +51,81 @@ class AuthSettings(Section):
         description="SQLAlchemy URL with an async driver; a missing SQLite folder is made, mode 0700.",
     )
     refresh_s: float = Field(
-        2.0, gt=0, description="Seconds within which a running server sees keys created or revoked elsewhere."
+        2.0,
+        gt=0,
+        le=5,
+        description="Seconds within which a running server sees keys created or revoked elsewhere.",
     )
+    max_cached_keys: int = Field(
+        100_000, ge=1, description="Most API keys a worker keeps in memory, at some 600 bytes each."
+    )
+    migrate: bool = Field(
+        True, description="Bring the database's tables up to date at start; else `lapilli db upgrade` must."
+    )
+
+
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+"""Asymmetric ones alone: with `none` or HS256 a token could be made by anybody who knows the public key."""
+
+
+def is_safe_url(value: str) -> bool:
+    """Whether `value` is an https address, or an http one of this machine."""
+    try:
+        parts = urlsplit(value)
+        host = parts.hostname or ""
+    except ValueError:
+        return False
+    if parts.scheme == "https":
+        return bool(host)
+    try:
+        return parts.scheme == "http" and (host == "localhost" or ipaddress.ip_address(host).is_loopback)
+    except ValueError:
+        return False
+
+
+def _safe_url(value: str) -> str:
+    if not is_safe_url(value):
+        raise ValueError("not an https address (http is for this machine alone)")
+    return value
+
+
+def _algorithms(value: Any) -> Any:
+    """Environment and flags carry a list as text, with commas or as JSON."""
+    if not isinstance(value, str):
+        return value
+    return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",")]
+
+
+class JwtSettings(Section):
+    """Bearer tokens (JWT) of an OpenID Connect issuer; off unless `issuer` is set. See docs/tokens.md."""
+
+    issuer: Annotated[str, AfterValidator(_safe_url)] | None = Field(
+        None, description="Issuer of accepted tokens, as in their `iss`; unset: API keys alone."
+    )
+    audience: str | None = Field(
+        None, min_length=1, description="What a token's `aud` must hold; needed with `issuer`."
+    )
+    algorithms: Annotated[tuple[Algorithm, ...], BeforeValidator(_algorithms)] = Field(
+        ("RS256", "ES256"), min_length=1, description="Signature algorithms accepted, with commas."
+    )
+    jwks_url: Annotated[str, AfterValidator(_safe_url)] | None = Field(
+        None, description="Address of the issuer's signing keys; unset: as OpenID Connect Discovery says."
+    )
+    leeway_s: float = Field(
+        30.0, ge=0, le=300, description="Seconds by which clocks may differ at a token's start and end."
+    )
+    tenant_claim: str = Field("tenant", min_length=1, description="Claim that names the tenant.")
+    class_claim: str = Field(
+        "class", min_length=1, description="Claim that names the class of service; absent: the tenant's."
+    )
+    scope_claim: str = Field("scope", min_length=1, description="Claim with the OAuth scopes.")
+    default_tenant: str | None = Field(
+        None, min_length=1, description="Tenant of tokens without the tenant claim; unset: they get 403."
+    )
+    jwks_refresh_s: float = Field(
+        300.0, gt=0, description="Seconds between fetches of the signing keys; withdrawn ones end with it."
+    )
+    jwks_cooldown_s: float = Field(
+        5.0, gt=0, description="Least seconds between fetches, however many unknown key ids arrive."
+    )
+    jwks_timeout_s: float = Field(5.0, gt=0, le=60, description="Seconds that one fetch may take.")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from server.auth_sections import STATE_DATABASE, AuthSettings
+from server.auth_sections import STATE_DATABASE, AuthSettings, JwtSettings
 from server.sections import (
     AdminSettings,
     EngineSettings,
@@ -63,6 +63,7 @@ class Settings(BaseSettings):
     requests: RequestSettings = RequestSettings()
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
+    jwt: JwtSettings = JwtSettings()
     log: LogSettings = LogSettings()
 
     @classmethod

@@ -5,7 +5,7 @@ from typing import cast
 
 from starlette.requests import HTTPConnection
 
-from auth.store import KeyStore
+from auth.identity import Identity
 from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
@@ -21,7 +21,7 @@ class Gateway:
     """Everything with a life of its own that a request touches."""
 
     settings: Settings
-    keys: KeyStore
+    identity: Identity
     metrics: RequestMetrics
     engine: Engine
     protocol: OpenAIProtocol | None = None

@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 from sse_starlette.sse import AppStatus
 
-from auth.store import KeyStore
+from auth.identity import Identity
 from metrics import batched
 from metrics.requests import RequestMetrics
 from server.app import create_app
@@ -68,11 +68,11 @@ def run(plan: WorkerPlan) -> None:
 
 async def _serve(plan: WorkerPlan) -> None:
     settings = plan.settings
-    keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
-    await keys.open()
+    identity = Identity(settings.auth, settings.jwt)
+    await identity.start()
     metrics = RequestMetrics(settings.engine.public_model_name)
     gateway = Gateway(
-        settings, keys, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+        settings, identity, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
     )
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
@@ -89,7 +89,7 @@ async def _serve(plan: WorkerPlan) -> None:
         tasks.cancel()
         batched.flush()
         worker.close()
-        await keys.close()
+        await identity.close()
 
 
 class QuietServer(uvicorn.Server):

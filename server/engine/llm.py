@@ -44,6 +44,7 @@ class TrackedLLM(AsyncLLM):
         ctx = self._context(request_id)
         if ctx is None:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
+        prompt = _salted(prompt, ctx)
         streamed = sampling_params.output_kind is RequestOutputKind.DELTA
         times = TokenTimes(ctx, self._on_gap, streamed=streamed)
         if ctx.lean:
@@ -60,6 +61,7 @@ class TrackedLLM(AsyncLLM):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """As AsyncLLM.encode, noted; leaving early aborts (vLLM's aborts on a cancel alone)."""
         ctx, finished = self._context(request_id), False
+        prompt = prompt if ctx is None else _salted(prompt, ctx)
         try:
             async with aclosing(super().encode(prompt, pooling_params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
@@ -71,6 +73,15 @@ class TrackedLLM(AsyncLLM):
             if not finished:
                 with anyio.CancelScope(shield=True):
                     await self.abort(request_id)
+
+
+def _salted(prompt: Any, ctx: RequestContext) -> Any:
+    """The prompt with the caller's salt: no other tenant's request hits what it leaves in the cache.
+
+    Here and not in the bodies: whatever route a request came by, it comes by here.
+    """
+    salt = ctx.principal.cache_salt if ctx.principal is not None else ""
+    return {**prompt, "cache_salt": salt} if salt else prompt
 
 
 async def _noting(

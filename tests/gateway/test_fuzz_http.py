@@ -50,7 +50,7 @@ ODD_VALUES = st.one_of(
     st.recursive(
         st.text(max_size=3) | st.integers(), lambda inner: st.lists(inner, max_size=3), max_leaves=8
     ),
-)
+).map(copy.deepcopy)  # they are changed in place
 QUIET = settings(
     max_examples=150,
     deadline=None,

@@ -80,8 +80,9 @@ def test_named_file_by_flag_beats_the_variable_and_replaces_the_default_file(fol
 def test_every_setting_can_be_set_by_file_environment_and_every_flag(leaf, folder):
     default = shown("", leaf.field.get_default(call_default_factory=True))
     value = {"null": "7", "{}": '{"a": 1}'}.get(default, default)
-    if leaf.path == "engine.enforce_eager":
-        value = "true"
+    value = {"engine.enforce_eager": "true"}.get(leaf.path, value)
+    if leaf.path in ("jwt.issuer", "jwt.jwks_url"):
+        value = "https://login.example"
     (folder / "f.yaml").write_text(
         yaml.safe_dump({leaf.path.split(".")[0]: {leaf.path.split(".")[1]: value}})
     )
@@ -157,7 +158,7 @@ BAD_FILES = {
     "section is text": ("gateway: 9000\n", "bad.yaml: gateway must hold keys and values, not a number"),
     "list": (
         "- 1\n",
-        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, stub, auth, log),"
+        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, stub, auth, jwt, log),"
         " not a list",
     ),
     "twice": ("log: {level: info}\nlog: {}\n", "bad.yaml: not YAML (key log appears twice, line 2)"),
