@@ -17,7 +17,7 @@ from server.protocol.schemas import Schemas, schemas
 
 DESCRIPTION = "OpenAI's API over open-weight models. Rules for requests: docs/requests.md."
 KEYS = {
-    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key."},
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, or a JWT."},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The same key."},
 }
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/metrics", "/openapi.json"})
@@ -65,7 +65,7 @@ RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "in
 REQUEST_ID = {
     "X-Request-Id": {"description": "The request's, or one made here.", "schema": {"type": "string"}}
 }
-ERRORS_OF_ALL = (401, 429, 500, 503)
+ERRORS_OF_ALL = (401, 403, 429, 500, 503)
 ERRORS_OF_PATHS = (400, 404)
 ERRORS_OF_BODIES = (400, 404, 413, 415)
 QUERIES = {
