@@ -17,7 +17,7 @@ from server.protocol.schemas import Schemas, schemas
 
 DESCRIPTION = "OpenAI's API over open-weight models. Rules for requests: docs/requests.md."
 KEYS = {
-    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, or a JWT."},
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key."},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The same key."},
 }
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/metrics", "/openapi.json"})
