@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import multiprocessing
 import os
+import resource
 import socket
 import tempfile
 from multiprocessing import forkserver
@@ -26,6 +27,7 @@ log = structlog.get_logger()
 
 LISTEN_BACKLOG = 2048
 SEND_BUFFER_BYTES = 2**18
+MAX_DESCRIPTORS = 2**16
 
 
 def run(loaded: Loaded) -> None:
@@ -39,6 +41,7 @@ def run(loaded: Loaded) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
     check_tls(settings.gateway)
+    _raise_descriptor_limit()
     if settings.jwt.issuer is not None and settings.jwt.audience is None:
         raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
     listeners = _listeners(settings)
@@ -55,6 +58,14 @@ def run(loaded: Loaded) -> None:
             code = runner.run(_serve(settings, model, listeners, admin))
     if code:
         raise SystemExit(code)
+
+
+def _raise_descriptor_limit() -> None:
+    """Each connection takes a file descriptor; the usual soft limit is 1024. Processes below inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _model(settings: Settings, folder: Path) -> str:
