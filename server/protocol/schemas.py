@@ -27,6 +27,11 @@ from vllm.entrypoints.openai.responses.protocol import (
     ResponsesResponse,
     StreamingResponsesResponse,
 )
+from vllm.entrypoints.pooling.embed.protocol import (
+    EmbeddingChatRequest,
+    EmbeddingCompletionRequest,
+    EmbeddingResponse,
+)
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
@@ -73,6 +78,7 @@ BODIES = {
         (AnthropicMessagesRequest,), AnthropicMessagesResponse, (AnthropicStreamEvent,)
     ),
     "POST /v1/messages/count_tokens": Bodies((AnthropicCountTokensRequest,), AnthropicCountTokensResponse),
+    "POST /v1/embeddings": Bodies((EmbeddingCompletionRequest, EmbeddingChatRequest), EmbeddingResponse),
     "GET /v1/models": Bodies(answer=ModelList),
     "GET /v1/models/{model}": Bodies(answer=ModelCard),
     "POST /tokenize": Bodies((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse),

@@ -54,8 +54,7 @@ def test_o9_characters_split_over_tokens(real: Server, kind: str) -> None:
         assert whole[0] == FORCED
         assert whole[2] > len(FORCED), "no character is split, so this would show nothing"
         assert _streamed(client, path, body) == whole
-        for change in ({"max_tokens": 1}, {"max_tokens": 2}, {"max_tokens": 7}, {"max_tokens": 19},
-                       {"stop": ["👧"]}, {"stop": ["ย 𠮷"]}, {"stop": ["👨\u200d👩"]}):  # fmt: skip
+        for change in ({"max_tokens": 2}, {"max_tokens": 7}, {"stop": ["👧"]}, {"stop": ["ย 𠮷"]}):
             cut = _whole(client, path, body | change)
             assert _streamed(client, path, body | change) == cut, change
             assert FORCED.startswith(cut[0].rstrip("\ufffd"))
