@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import importlib.util
-import multiprocessing
 import os
 import resource
 import socket
 import tempfile
-from multiprocessing import forkserver
 from pathlib import Path
 
 import structlog
@@ -20,6 +18,7 @@ from server.config import Settings
 from server.config_sources import Loaded, SettingsError
 from server.engine import build
 from server.engine.stub_model import write_stub_model
+from server.forking import start_fork_server
 from server.logs import configure_logging
 from server.tls import check_tls
 
@@ -51,9 +50,7 @@ def run(loaded: Loaded) -> None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         # Before the slow import of vLLM: a wrong folder is told at once.
         model = _model(settings, Path(folder))
-        # The workers are forked from a process that has imported everything once: they share its memory.
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["server.preload"])
-        forkserver.ensure_running()
+        start_fork_server("server.supervisor")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(_serve(settings, model, listeners, admin))
     if code:
