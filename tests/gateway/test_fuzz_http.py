@@ -28,7 +28,7 @@ CORPUS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True,
             "n": 2, "top_logprobs": 3, "temperature": 0.5, "top_p": 0.9, "seed": 3,
             "response_format": {"type": "text"}}),
-    ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "echo": True, "logprobs": 1}),
+    ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "echo": True}),
     ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2, "stop_token_ids": [3], "stream": True}),
     ("/v1/responses", {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 2, "store": False}),
     ("/v1/messages", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),

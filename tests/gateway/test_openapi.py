@@ -112,7 +112,7 @@ def test_bounds_are_those_of_validation() -> None:
 
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True},
-    "/v1/completions": {"prompt": ["x", "y"], "logprobs": 1, "echo": True},
+    "/v1/completions": {"prompt": ["x", "y"], "logprobs": 1},
     "/v1/responses": {"input": "x", "max_output_tokens": 3},
     "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
     "/tokenize": {"prompt": "x"},
