@@ -1,4 +1,4 @@
-"""Cases O9, O10 and O22 of the fault list over the real engine."""
+"""Cases O9 and O10 of the fault list over the real engine."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests import sse
-from tests.conftest import Server, poll
+from tests.conftest import Server
 
 pytestmark = pytest.mark.engine
 
@@ -73,27 +73,3 @@ def test_o10_over_the_real_context(real: Server) -> None:
             assert "8192" in error["message"]
             assert "-" not in error["message"]
         assert client.post(CHAT, json={"messages": FRANCE, "max_tokens": 1}).status_code == 200
-
-
-def test_o22_the_same_request_id_at_once(real: Server) -> None:
-    """It is for tracing only: closing one stream leaves the other, and a third may use it at once."""
-    body = {"messages": FRANCE, "max_tokens": 60, "ignore_eos": True, "stream": True, "request_id": "same"}
-    ids = set()
-    with (
-        real.client(**{"X-Request-Id": "same"}) as client,
-        client.stream("POST", CHAT, json=body | {"max_tokens": 2000}) as first,
-        client.stream("POST", CHAT, json=body) as second,
-    ):
-        started, running = first.iter_lines(), second.iter_lines()
-        ids |= {sse.read([next(lines)])[0][0]["id"] for lines in (started, running)}
-        first.close()
-        with client.stream("POST", CHAT, json=body) as third:
-            for answer, lines in ((third, third.iter_lines()), (second, running)):
-                assert answer.headers["x-request-id"] == "same"
-                events, done = sse.read(lines)
-                assert done
-                assert events[-1]["choices"][0]["finish_reason"] == "length"
-                ids.add(events[-1]["id"])
-    assert len(ids) == 3
-    assert not any("same" in found for found in ids)
-    poll(real.drained, "drained")

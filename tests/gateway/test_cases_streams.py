@@ -110,8 +110,6 @@ def test_o10_over_the_context(stub: Server, path: str) -> None:
         room = limit - template
         bodies = {
             "prompt": prompt(room + 1) | {"max_tokens": 1},
-            "prompt fills it": prompt(room) | {"max_tokens": 1},
-            "prompt and answer": prompt(9) | {"max_tokens": room - 8},
         }
         assert client.post(path, json=prompt(9) | {"max_tokens": room - 9}).status_code == 200
         for name, body in bodies.items():
@@ -122,7 +120,7 @@ def test_o10_over_the_context(stub: Server, path: str) -> None:
                 assert refused.headers["content-type"] == "application/json"
                 error = refused.json()["error"]
                 assert error["code"] == "context_length_exceeded", error
-                assert str(limit) in error["message"] or name == "prompt fills it"
+                assert str(limit) in error["message"]
                 assert "-" not in error["message"]
                 messages.add(error["message"])
             assert len(messages) == 1
