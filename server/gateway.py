@@ -6,6 +6,7 @@ from typing import cast
 from starlette.requests import HTTPConnection
 
 from auth.identity import Identity
+from auth.limiter import Limiter
 from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
@@ -24,6 +25,7 @@ class Gateway:
     identity: Identity
     metrics: RequestMetrics
     engine: Engine
+    limiter: Limiter
     protocol: OpenAIProtocol | None = None
     """vLLM's serving classes; None until the worker is attached to an engine."""
     draining: bool = False

@@ -19,7 +19,9 @@ import uvloop
 from sse_starlette.sse import AppStatus
 
 from auth.identity import Identity
+from auth.limiter import Limiter
 from metrics import batched
+from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
 from server.config import Settings
@@ -71,9 +73,10 @@ async def _serve(plan: WorkerPlan) -> None:
     identity = Identity(settings.auth, settings.jwt)
     await identity.start()
     metrics = RequestMetrics(settings.engine.public_model_name)
-    gateway = Gateway(
-        settings, identity, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
-    )
+    limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
+    await limiter.open_store()
+    engine = Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+    gateway = Gateway(settings, identity, metrics, engine, limiter)
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
     server = QuietServer(http_config(create_app(gateway), settings, context))
@@ -89,6 +92,7 @@ async def _serve(plan: WorkerPlan) -> None:
         tasks.cancel()
         batched.flush()
         worker.close()
+        await limiter.close()
         await identity.close()
 
 
