@@ -10,6 +10,7 @@ from typing import Any, Literal
 from starlette.types import Send
 
 from auth.principal import Principal
+from auth.services import Service
 
 Outcome = Literal["ok", "client_error", "server_error", "disconnected", "stream_error"]
 
@@ -24,6 +25,8 @@ class RequestContext:
     client_request_id: str | None = None
     """The caller's X-Request-Id: echoed for tracing, never the engine's id."""
     received_at: float = field(default_factory=time.monotonic)
+    service: Service | None = None
+    """The service whose endpoint was called; `path` is what follows the endpoint."""
     principal: Principal | None = None
     stream: bool = False
     lean: bool = False

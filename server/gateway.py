@@ -6,6 +6,7 @@ from typing import cast
 from starlette.requests import HTTPConnection
 
 from auth.identity import Identity
+from auth.services import Services
 from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
@@ -22,6 +23,7 @@ class Gateway:
 
     settings: Settings
     identity: Identity
+    services: Services
     metrics: RequestMetrics
     engine: Engine
     protocol: OpenAIProtocol | None = None

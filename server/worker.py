@@ -19,6 +19,7 @@ import uvloop
 from sse_starlette.sse import AppStatus
 
 from auth.identity import Identity
+from auth.services import Services, ServiceTable, offer_of
 from metrics import batched
 from metrics.requests import RequestMetrics
 from server.app import create_app
@@ -49,6 +50,8 @@ class WorkerPlan:
     settings: Settings
     config: Any
     """vLLM's VllmConfig, made and checked by the supervisor."""
+    services: ServiceTable
+    """The services in force; the worker follows their file from here."""
     listener: socket.socket
     channel: Connection
     table: Any
@@ -70,9 +73,14 @@ async def _serve(plan: WorkerPlan) -> None:
     settings = plan.settings
     identity = Identity(settings.auth, settings.jwt)
     await identity.start()
+    services = Services(settings.auth.services_file, offer_of(settings), plan.services)
     metrics = RequestMetrics(settings.engine.public_model_name)
     gateway = Gateway(
-        settings, identity, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+        settings,
+        identity,
+        services,
+        metrics,
+        Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table),
     )
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
@@ -80,6 +88,7 @@ async def _serve(plan: WorkerPlan) -> None:
     worker = Worker(gateway, server, Channel(plan.channel))
     tasks = Tasks()
     tasks.spawn(batched.keep_flushing())
+    tasks.spawn(services.follow())
     if certificates is not None:
         tasks.spawn(certificates.follow())
     try:
@@ -168,7 +177,13 @@ class Worker:
         except EngineStartError as error:
             self._channel.send(Attached(str(error)))
             return
-        self._gateway.protocol = protocol = OpenAIProtocol(llm, self._gateway.settings)
+        protocol = OpenAIProtocol(llm, self._gateway.settings)
+        try:
+            await protocol.load_adapters()
+        except ValueError as error:
+            self._channel.send(Attached(f"LoRA adapter: {error}"))
+            return
+        self._gateway.protocol = protocol
         await asyncio.to_thread(protocol.warm_up)
         self._channel.send(Attached())
 
