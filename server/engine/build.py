@@ -132,6 +132,8 @@ def _lora_args(engine: EngineSettings) -> dict[str, Any]:
             raise SettingsError(f"engine.lora_adapters: {name} is the name of the model itself")
         try:
             rank = json.loads((Path(folder).expanduser() / "adapter_config.json").read_text())["r"]
+            if type(rank) is not int:
+                raise TypeError
         except (OSError, ValueError, KeyError, TypeError):
             raise SettingsError(f"engine.lora_adapters: {name}: no LoRA adapter in {folder}") from None
         ranks.append(rank)
