@@ -192,6 +192,8 @@ class Worker:
             await self._gateway.engine.check()
         except SelfCheckError as error:
             self._channel.send(Checked(str(error)))
+        except EngineStartError:
+            pass  # the supervisor sees the engine's end by itself
         else:
             self._channel.send(Checked())
 

@@ -1,12 +1,13 @@
 """The pure parts of the benchmarks: names of servers, process sides, figures, shapes, outcomes."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import figures, frontend, shapes, specs
+from benchmarks import auth, figures, frontend, shapes, specs
 from benchmarks.clients import split
 from benchmarks.load import Load, StreamResult
 from benchmarks.processes import Side, side
@@ -26,6 +27,13 @@ def test_a_wrong_server_name_is_an_error(text: str) -> None:
     """Nothing is guessed."""
     with pytest.raises(ValueError, match=r"."):
         specs.parse(text)
+
+
+def test_a_filled_key_cache_is_measured() -> None:
+    """A thousand keys and their thousand tenants are held, and all of them are good."""
+    found = asyncio.run(auth.key_cache(1000))
+    assert 0.1 < found["mb"] < 3
+    assert found["check_p50_us"] > 0
 
 
 def _options(**changed: Any) -> specs.EngineOptions:
