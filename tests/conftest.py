@@ -1,5 +1,6 @@
 """Servers for the tests: real processes on free loopback ports, started once where tests can share them."""
 
+import ctypes
 import os
 import re
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ def running(folder: Path, *flags: str, wait: bool = True) -> Iterator[Server]:
             [sys.executable, "-m", "server", "serve", "--port", str(port), "--admin.port", str(admin),
              "--log.format", "json", *flags],
             cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_end_with_parent,
         )  # fmt: skip
     server = Server(f"http://127.0.0.1:{port}", process, f"http://127.0.0.1:{admin}", log, folder)
     try:
@@ -131,6 +133,11 @@ def running(folder: Path, *flags: str, wait: bool = True) -> Iterator[Server]:
         yield server
     finally:
         end(process)
+
+
+def _end_with_parent() -> None:
+    """SIGTERM for the server when pytest is killed (prctl 2): nothing else would end it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
@@ -147,8 +154,12 @@ def children(pid: int, name: str) -> list[int]:
     """Process ids below `pid` whose command line holds `name`."""
     import psutil
 
-    found = psutil.Process(pid).children(recursive=True)
-    return [child.pid for child in found if name in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # ended meanwhile
+            if name in " ".join(child.cmdline()):
+                found.append(child.pid)
+    return found
 
 
 @pytest.fixture(scope="session")
