@@ -47,6 +47,7 @@ def run(loaded: Loaded) -> None:
         raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
     admin_token(settings)
     services = Services(settings.auth.services_file, offer_of(settings))
+    _check_limits(settings)
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
@@ -59,6 +60,18 @@ def run(loaded: Loaded) -> None:
             code = runner.run(_serve(settings, model, services, listeners, admin))
     if code:
         raise SystemExit(code)
+
+
+def _check_limits(settings: Settings) -> None:
+    """A limit counted in each of several workers would be a wrong limit."""
+    workers = settings.gateway.workers
+    if settings.limits.store == "memory" and workers > 1:
+        raise SettingsError(
+            f"limits.store: memory counts in one worker alone, and gateway.workers is {workers}; "
+            "use redis (limits.redis_url), or none to serve without limits"
+        )
+    if settings.limits.store == "none":
+        log.warning("limits_off", reason="limits.store is none")
 
 
 def _raise_descriptor_limit() -> None:
