@@ -23,7 +23,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     # add_middleware puts each new layer outside the former: the last one is the outermost.
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes)
-    app.add_middleware(RequestScope, metrics=gateway.metrics, limiter=gateway.limiter)
+    app.add_middleware(
+        RequestScope, metrics=gateway.metrics, services=gateway.services, limiter=gateway.limiter
+    )
     if gateway.settings.gateway.cors_origins:
         app.add_middleware(Cors, settings=gateway.settings.gateway)
     return app
