@@ -132,6 +132,8 @@ _URL_PASSWORD = re.compile(r"(://[^:@/]*):.*@")
 
 def shown(path: str, value: Any) -> str:
     """`value` as text for people; URL passwords and secret-looking `engine.args` become `***`."""
+    if path == "admin.token" and value is not None:
+        return "***"
     if path == "engine.args":
         return json.dumps(_masked(value), default=str) if isinstance(value, dict) else "***"
     text = str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from starlette.types import Send
 
 from auth.principal import Principal
+from auth.services import Service
 
 if TYPE_CHECKING:
     from auth.limiter import Reservation
@@ -27,6 +28,8 @@ class RequestContext:
     client_request_id: str | None = None
     """The caller's X-Request-Id: echoed for tracing, never the engine's id."""
     received_at: float = field(default_factory=time.monotonic)
+    service: Service | None = None
+    """The service whose endpoint was called; `path` is what follows the endpoint."""
     principal: Principal | None = None
     reservation: "Reservation | None" = None
     """What it holds of its tenant's limits; None before the door, and where limits are off."""

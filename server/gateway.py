@@ -7,6 +7,7 @@ from starlette.requests import HTTPConnection
 
 from auth.identity import Identity
 from auth.limiter import Limiter
+from auth.services import Services
 from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
@@ -23,6 +24,7 @@ class Gateway:
 
     settings: Settings
     identity: Identity
+    services: Services
     metrics: RequestMetrics
     engine: Engine
     limiter: Limiter

@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from auth.limiter import Limiter
+from auth.services import Services
 from metrics.requests import RequestMetrics
 from server.context import RequestContext
 from server.errors import ApiError, internal_error
@@ -28,9 +29,10 @@ class RequestScope:
     that. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
     """
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics, limiter: Limiter) -> None:
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics, services: Services, limiter: Limiter) -> None:
         self.app = app
         self.metrics = metrics
+        self.services = services
         self.limiter = limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,7 +40,9 @@ class RequestScope:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        ctx = RequestContext(method=scope["method"], path=scope["path"], send=send)
+        service, path = self.services.table.match(scope["path"])
+        scope["path"] = path  # the routes are the same below each service's endpoint
+        ctx = RequestContext(method=scope["method"], path=path, service=service, send=send)
         ctx.client_request_id = _client_request_id(scope)
         state = scope.setdefault("state", {})
         state["context"] = ctx
@@ -73,6 +77,8 @@ class RequestScope:
             client_request_id=ctx.client_request_id,
             method=ctx.method,
             path=ctx.path,
+            service=ctx.service.name if ctx.service else None,
+            tenant=ctx.principal.tenant if ctx.principal else None,
             key_id=ctx.principal.key_id if ctx.principal else None,
             status=ctx.status,
             outcome=ctx.final_outcome(),

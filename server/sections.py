@@ -134,6 +134,12 @@ class AdminSettings(Section):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address of the admin port.")
     port: int = Field(9090, ge=0, le=65535, description="TCP port of the admin port; 0 takes a free one.")
+    token: str | None = Field(
+        None,
+        repr=False,
+        description="Credential of the admin API, as a bearer token; unset, as is the file: no admin API.",
+    )
+    token_file: Path | None = Field(None, description="File that holds it instead, read at start.")
 
 
 class EngineSettings(Section):
@@ -201,13 +207,18 @@ class EngineSettings(Section):
     chat_template: Path | None = Field(
         None, description="File of a Jinja chat template; unset: the model family's, else the model's own."
     )
-    lora_modules: Annotated[dict[str, str], BeforeValidator(json_value)] = Field(
-        {}, description="LoRA adapters served as models: name to folder; a JSON object outside of YAML."
+    lora_adapters: Annotated[dict[str, str], BeforeValidator(json_value)] = Field(
+        {}, description="LoRA adapters by the name clients use: folders in PEFT's format, loaded at start."
     )
     args: Annotated[dict[str, Any], BeforeValidator(json_value)] = Field(
         {},
         description="Further vLLM engine arguments by name; a JSON object in the environment and in flags.",
     )
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """What clients may name as `model`: the model, then its adapters."""
+        return (self.public_model_name, *self.lora_adapters)
 
     @property
     def public_model_name(self) -> str:

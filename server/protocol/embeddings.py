@@ -40,7 +40,7 @@ class Embeddings:
         """The vectors of one or several inputs. Raises ApiError, 404 for a model that makes none."""
         if self._serving is None or "embed" not in await self._parts.llm.get_supported_tasks():
             raise unsupported_endpoint("does not make embeddings")
-        fields = self._parts.served(self._parts.validator.embeddings(body)) | {"request_id": ctx.id}
+        fields = self._parts.served(self._parts.validator.embeddings(body), ctx) | {"request_id": ctx.id}
         model = EmbeddingChatRequest if fields.get("messages") is not None else EmbeddingCompletionRequest
         response = await result_of(self._serving(parse(model, fields)))
         return bytes(response.body)

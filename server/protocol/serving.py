@@ -4,8 +4,8 @@ The serving classes get no HTTP request: their headers could set priority, data-
 engine request id (vllm/entrypoints/generate/base/serving.py), and none of these is the client's to choose.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -16,7 +16,6 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
 from server.config import Settings
 from server.context import RequestContext
-from server.engine.adapters import adapter_folders
 from server.protocol.answers import Answer, events_of, json_of, result_of
 from server.protocol.bodies import parse
 from server.protocol.embeddings import Embeddings
@@ -27,7 +26,6 @@ from server.protocol.parts import make_parts
 from server.protocol.reserving import ReservingCompletion
 from server.protocol.responses import Responses
 from server.protocol.tokens import Tokens
-from server.sections import EngineSettings
 
 RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest)
 
@@ -39,8 +37,12 @@ class OpenAIProtocol:
         self.lean = True
         """Whether plain streams take the lean path; off, all take vLLM's (the reference in tests)."""
         name = settings.engine.public_model_name
-        models = OpenAIServingModels(llm, [BaseModelPath(name, name)], lora_modules=adapters(settings.engine))
-        parts = make_parts(llm, models, settings)
+        adapters = [
+            LoRAModulePath(adapter, str(Path(folder).expanduser().resolve()))
+            for adapter, folder in settings.engine.lora_adapters.items()
+        ]
+        served = OpenAIServingModels(llm, [BaseModelPath(name, name)], lora_modules=adapters)
+        parts = make_parts(llm, served, settings)
         self._parts = parts
         self._chat = LeanServingChat(
             llm, parts.models, "assistant", **parts.chat_options, **parts.parser_options
@@ -54,18 +56,18 @@ class OpenAIProtocol:
         self.messages = Messages(parts, self._chat)
         self.responses = Responses(parts, settings.gateway)
 
-    async def prepare(self) -> None:
-        """Loads the LoRA adapters, and renders one prompt: no request pays for compiling the template.
-
-        Raises ValueError where the engine takes an adapter not.
-        """
+    async def load_adapters(self) -> None:
+        """Loads the LoRA adapters into the engine. Raises ValueError."""
         await self._parts.models.init_static_loras()
-        await asyncio.to_thread(self._parts.renderer.warmup)
+
+    def warm_up(self) -> None:
+        """Renders one prompt, so that the first request does not pay for compiling the chat template."""
+        self._parts.renderer.warmup()
 
     async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
         self._parts.require_generation()
-        fields = self._parts.served(self._parts.validator.chat(body))
+        fields = self._parts.served(self._parts.validator.chat(body), ctx)
         request = _parse(ChatCompletionRequest, fields, ctx)
         ctx.lean = self.lean and self._chat.is_plain(request)
         return _answer(await result_of(self._chat.create_chat_completion(request)))
@@ -73,14 +75,9 @@ class OpenAIProtocol:
     async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one text completion, as `chat`."""
         self._parts.require_generation()
-        fields = self._parts.served(self._parts.validator.completion(body))
+        fields = self._parts.served(self._parts.validator.completion(body), ctx)
         request = _parse(CompletionRequest, fields, ctx)
         return _answer(await result_of(self._completion.create_completion(request)))
-
-
-def adapters(settings: EngineSettings) -> list[LoRAModulePath]:
-    """The LoRA adapters in the order of the settings: their ids are the same in every worker."""
-    return [LoRAModulePath(name, str(folder)) for name, folder in adapter_folders(settings).items()]
 
 
 def _parse(model: type[RequestT], fields: dict[str, Any], ctx: RequestContext) -> RequestT:

@@ -17,7 +17,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = (
         "--model",
         str(folder),
-        "--engine.lora_modules",
+        "--engine.lora_adapters",
         adapters,
         "--engine.kv_cache_memory_gib",
         "0.25",

@@ -9,7 +9,6 @@ import yaml
 from server.config import Settings
 from server.config_sources import SettingsError
 from server.demo_model import ensure_demo_model
-from server.engine.adapters import adapter_args
 from server.families import FOLDER, families, speech_of
 
 KNOWN = {
@@ -100,26 +99,3 @@ def test_the_demo_models_template_is_its_own_without_tools() -> None:
     assert '<tools>\n{"name": "f"}\n</tools>' in text
     assert 'assistant\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>' in text
     assert "<tool_response>\nok\n</tool_response>" in text
-
-
-def test_bad_adapters(tmp_path: Path) -> None:
-    """One line each: no folder, no rank, a name that is taken, too large a rank."""
-    good = tmp_path / "good"
-    good.mkdir()
-    (good / "adapter_config.json").write_text('{"r": 12}')
-    large = tmp_path / "large"
-    large.mkdir()
-    (large / "adapter_config.json").write_text('{"r": 1024}')
-
-    def args(**modules: str) -> dict[str, Any]:
-        return adapter_args(Settings(engine={"lora_modules": modules}).engine)  # type: ignore[arg-type]
-
-    assert args() == {}
-    assert args(mine=str(good)) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
-    for modules, told in (
-        ({"mine": str(tmp_path)}, "not an adapter folder"),
-        ({"SmolLM2-135M-Instruct": str(good)}, "not a name of its own"),
-        ({"mine": str(large)}, "rank 1024"),
-    ):
-        with pytest.raises(SettingsError, match=told):
-            args(**modules)
