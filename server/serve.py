@@ -15,7 +15,7 @@ import uvloop
 from auth.database import Database
 from auth.services import Services, offer_of
 from auth.store import KeyStore
-from server.admin import admin_token
+from server.admin_token import admin_token
 from server.config import Settings
 from server.config_sources import Loaded, SettingsError
 from server.engine import build

@@ -10,7 +10,8 @@ import structlog
 from auth.cache import KeyCache
 from auth.database import Database
 from auth.services import Offer, Services
-from server.admin import admin_token, create_admin_app
+from server.admin import create_admin_app
+from server.admin_token import admin_token
 from server.config import Settings
 from server.config_sources import SettingsError
 from server.health import Health
