@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from server.auth_sections import STATE_DATABASE, AuthSettings, JwtSettings
+from server.auth_sections import STATE_DATABASE, AuthSettings, JwtSettings, LimitsSettings
 from server.sections import (
     AdminSettings,
     EngineSettings,
@@ -64,6 +64,7 @@ class Settings(BaseSettings):
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
     jwt: JwtSettings = JwtSettings()
+    limits: LimitsSettings = LimitsSettings()
     log: LogSettings = LogSettings()
 
     @classmethod
@@ -131,6 +132,8 @@ _URL_PASSWORD = re.compile(r"(://[^:@/]*):.*@")
 
 def shown(path: str, value: Any) -> str:
     """`value` as text for people; URL passwords and secret-looking `engine.args` become `***`."""
+    if path == "admin.token" and value is not None:
+        return "***"
     if path == "engine.args":
         return json.dumps(_masked(value), default=str) if isinstance(value, dict) else "***"
     text = str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)

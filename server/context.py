@@ -5,11 +5,15 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.types import Send
 
 from auth.principal import Principal
+from auth.services import Service
+
+if TYPE_CHECKING:
+    from auth.limiter import Reservation
 
 Outcome = Literal["ok", "client_error", "server_error", "disconnected", "stream_error"]
 
@@ -24,7 +28,11 @@ class RequestContext:
     client_request_id: str | None = None
     """The caller's X-Request-Id: echoed for tracing, never the engine's id."""
     received_at: float = field(default_factory=time.monotonic)
+    service: Service | None = None
+    """The service whose endpoint was called; `path` is what follows the endpoint."""
     principal: Principal | None = None
+    reservation: "Reservation | None" = None
+    """What it holds of its tenant's limits; None before the door, and where limits are off."""
     stream: bool = False
     lean: bool = False
     """Whether its tokens take the lean path (server/engine/sink.py)."""

@@ -6,6 +6,8 @@ from typing import cast
 from starlette.requests import HTTPConnection
 
 from auth.identity import Identity
+from auth.limiter import Limiter
+from auth.services import Services
 from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
@@ -22,8 +24,10 @@ class Gateway:
 
     settings: Settings
     identity: Identity
+    services: Services
     metrics: RequestMetrics
     engine: Engine
+    limiter: Limiter
     protocol: OpenAIProtocol | None = None
     """vLLM's serving classes; None until the worker is attached to an engine."""
     draining: bool = False

@@ -12,6 +12,7 @@ QUIET_LOGGERS = {
     "uvicorn.access": logging.WARNING,
     "sse_starlette": logging.WARNING,
     "aiosqlite": logging.INFO,
+    "vllm.tool_parsers": logging.CRITICAL,  # a traceback for each tool call that a model has botched
     "vllm.triton_utils.importing": logging.ERROR,  # says at each start that a CPU is no GPU
 }
 

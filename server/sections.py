@@ -18,7 +18,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Environment and flags carry lists and `engine.args` as JSON text; YAML carries them as they are."""
     if not isinstance(value, str):
         return value
@@ -31,7 +31,7 @@ def _json_value(value: Any) -> Any:
 def _texts(value: Any) -> tuple[str, ...]:
     """A list (or its JSON), or text with commas."""
     if isinstance(value, str):
-        value = _json_value(value) if value.startswith("[") else value.split(",")
+        value = json_value(value) if value.startswith("[") else value.split(",")
     if not isinstance(value, list | tuple):
         raise ValueError("not a list")
     return tuple(text for part in value if (text := str(part).strip()))
@@ -134,6 +134,12 @@ class AdminSettings(Section):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address of the admin port.")
     port: int = Field(9090, ge=0, le=65535, description="TCP port of the admin port; 0 takes a free one.")
+    token: str | None = Field(
+        None,
+        repr=False,
+        description="Credential of the admin API, as a bearer token; unset, as is the file: no admin API.",
+    )
+    token_file: Path | None = Field(None, description="File that holds it instead, read at start.")
 
 
 class EngineSettings(Section):
@@ -190,10 +196,29 @@ class EngineSettings(Section):
     max_restarts: int = Field(
         5, ge=0, description="Engine restarts in a row (none serving for 10 minutes) before the server ends."
     )
-    args: Annotated[dict[str, Any], BeforeValidator(_json_value)] = Field(
+    tool_parser: str | None = Field(
+        None,
+        min_length=1,
+        description="vLLM's parser of tool calls; unset: the model family's (configs/models/); `none`: none.",
+    )
+    reasoning_parser: str | None = Field(
+        None, min_length=1, description="vLLM's parser of reasoning; unset: the model family's; `none`: none."
+    )
+    chat_template: Path | None = Field(
+        None, description="File of a Jinja chat template; unset: the model family's, else the model's own."
+    )
+    lora_adapters: Annotated[dict[str, str], BeforeValidator(json_value)] = Field(
+        {}, description="LoRA adapters by the name clients use: folders in PEFT's format, loaded at start."
+    )
+    args: Annotated[dict[str, Any], BeforeValidator(json_value)] = Field(
         {},
         description="Further vLLM engine arguments by name; a JSON object in the environment and in flags.",
     )
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """What clients may name as `model`: the model, then its adapters."""
+        return (self.public_model_name, *self.lora_adapters)
 
     @property
     def public_model_name(self) -> str:

@@ -13,7 +13,9 @@ import structlog
 import uvloop
 
 from auth.database import Database
+from auth.services import Services, offer_of
 from auth.store import KeyStore
+from server.admin_token import admin_token
 from server.config import Settings
 from server.config_sources import Loaded, SettingsError
 from server.engine import build
@@ -43,6 +45,9 @@ def run(loaded: Loaded) -> None:
     _raise_descriptor_limit()
     if settings.jwt.issuer is not None and settings.jwt.audience is None:
         raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
+    admin_token(settings)
+    services = Services(settings.auth.services_file, offer_of(settings))
+    _check_limits(settings)
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
@@ -52,9 +57,21 @@ def run(loaded: Loaded) -> None:
         model = _model(settings, Path(folder))
         start_fork_server("server.supervisor")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            code = runner.run(_serve(settings, model, listeners, admin))
+            code = runner.run(_serve(settings, model, services, listeners, admin))
     if code:
         raise SystemExit(code)
+
+
+def _check_limits(settings: Settings) -> None:
+    """A limit counted in each of several workers would be a wrong limit."""
+    workers = settings.gateway.workers
+    if settings.limits.store == "memory" and workers > 1:
+        raise SettingsError(
+            f"limits.store: memory counts in one worker alone, and gateway.workers is {workers}; "
+            "use redis (limits.redis_url), or none to serve without limits"
+        )
+    if settings.limits.store == "none":
+        log.warning("limits_off", reason="limits.store is none")
 
 
 def _raise_descriptor_limit() -> None:
@@ -97,7 +114,13 @@ def _listen(section: str, host: str, port: int, *, shared: bool = False) -> sock
         raise SettingsError(f"{section}: can't listen on {host} port {port}: {error.strerror}") from None
 
 
-async def _serve(settings: Settings, model: str, listeners: list[socket.socket], admin: socket.socket) -> int:
+async def _serve(
+    settings: Settings,
+    model: str,
+    services: Services,
+    listeners: list[socket.socket],
+    admin: socket.socket,
+) -> int:
     """Runs the supervisor to its end; returns the exit code."""
     # Here, not above: it imports vLLM, which reads the environment that `run` has just prepared.
     from server.supervisor import Supervisor
@@ -114,7 +137,7 @@ async def _serve(settings: Settings, model: str, listeners: list[socket.socket],
         with contextlib.suppress(OSError):
             print(_banner(url, settings.engine.public_model_name, key), flush=True)
 
-    return await Supervisor(settings, config, listeners, admin, ready).run()
+    return await Supervisor(settings, config, services, listeners, admin, ready).run()
 
 
 async def _first_key(settings: Settings) -> str | None:

@@ -19,10 +19,14 @@ import uvloop
 from sse_starlette.sse import AppStatus
 
 from auth.identity import Identity
+from auth.limiter import Limiter
+from auth.services import Services, ServiceTable, offer_of
 from metrics import batched
+from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
 from server.config import Settings
+from server.config_sources import SettingsError
 from server.connection import connection_class
 from server.engine.client import Engine
 from server.engine.core import EngineStartError
@@ -50,6 +54,8 @@ class WorkerPlan:
     settings: Settings
     config: Any
     """vLLM's VllmConfig, made and checked by the supervisor."""
+    services: ServiceTable
+    """The services in force; the worker follows their file from here."""
     listener: socket.socket
     channel: Connection
     table: Any
@@ -72,19 +78,19 @@ async def _serve(plan: WorkerPlan, grammars: GrammarChecker) -> None:
     settings = plan.settings
     identity = Identity(settings.auth, settings.jwt)
     await identity.start()
+    services = Services(settings.auth.services_file, offer_of(settings), plan.services)
     metrics = RequestMetrics(settings.engine.public_model_name)
-    gateway = Gateway(
-        settings,
-        identity,
-        metrics,
-        Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table, grammars),
-    )
+    limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
+    await limiter.open_store()
+    engine = Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table, grammars)
+    gateway = Gateway(settings, identity, services, metrics, engine, limiter)
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
     server = QuietServer(http_config(create_app(gateway), settings, context))
     worker = Worker(gateway, server, Channel(plan.channel))
     tasks = Tasks()
     tasks.spawn(batched.keep_flushing())
+    tasks.spawn(services.follow())
     if certificates is not None:
         tasks.spawn(certificates.follow())
     try:
@@ -95,6 +101,7 @@ async def _serve(plan: WorkerPlan, grammars: GrammarChecker) -> None:
         batched.flush()
         worker.close()
         grammars.close()
+        await limiter.close()
         await identity.close()
 
 
@@ -174,7 +181,13 @@ class Worker:
         except EngineStartError as error:
             self._channel.send(Attached(str(error)))
             return
-        self._gateway.protocol = protocol = OpenAIProtocol(llm, self._gateway.settings)
+        try:
+            protocol = OpenAIProtocol(llm, self._gateway.settings)
+            await protocol.load_adapters()
+        except (SettingsError, ValueError) as error:
+            self._channel.send(Attached(f"the model's parsers or adapters: {error}"))
+            return
+        self._gateway.protocol = protocol
         await asyncio.to_thread(protocol.warm_up)
         self._channel.send(Attached())
 

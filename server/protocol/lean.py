@@ -9,12 +9,16 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
+from vllm.parser.abstract_parser import DelegatingParser
 
 from server.engine.llm import LeanRequest
+from server.protocol.calls import Ends, checked_stream, expects_calls
 from server.protocol.frames import ChatFrames, StreamFrames
+from server.protocol.reserving import reserve_tokens
 from server.streaming import DONE
 
 
@@ -31,7 +35,7 @@ class LeanServingChat(OpenAIServingChat):
         return bool(
             request.stream
             and (request.n or 1) == 1
-            and self.parser_cls is None
+            and self._passes_text_on(request)
             and not request.logprobs
             and not request.tools
             and not request.echo
@@ -44,6 +48,29 @@ class LeanServingChat(OpenAIServingChat):
             and not (options and options.include_usage and options.continuous_usage_stats)
             and self.engine_client.vllm_config.scheduler_config.stream_interval == 1
         )
+
+    def _passes_text_on(self, request: ChatCompletionRequest) -> bool:
+        """Whether no parser has a part in the stream: vLLM's hand the text on where no tool can be called.
+
+        Parsers of reasoning, and those of tools that read tokens (`engine_based_streaming`), never do.
+        """
+        parser = self.parser_cls
+        return parser is None or (
+            request.tool_choice == "none"
+            and parser.reasoning_parser_cls is None
+            and not parser.always_adjust_request
+            and not parser.tool_parser_cls.engine_based_streaming
+            and issubclass(parser, DelegatingParser)
+        )
+
+    async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
+        """As vLLM's, then reserves tokens; raises ApiError where a limit refuses."""
+        result = await super().render_chat_request(request)
+        if not isinstance(result, ErrorResponse):
+            await reserve_tokens(
+                self, request, result[1], self.engine_client.contexts.get(request.request_id)
+            )
+        return result
 
     def chat_completion_stream_generator(
         self,
@@ -58,9 +85,23 @@ class LeanServingChat(OpenAIServingChat):
             usage = bool(request.stream_options and request.stream_options.include_usage)
             frames = self._frames.stream(request_id, int(time.time()), usage=usage)
             return _lean_events(result_generator, frames)
-        return super().chat_completion_stream_generator(
+        chunks = super().chat_completion_stream_generator(
             request, result_generator, request_id, *args, **kwargs
         )
+        return checked_stream(chunks) if expects_calls(request) else chunks
+
+    async def chat_completion_full_generator(
+        self, request: ChatCompletionRequest, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As vLLM's, with the ends of tool calls put right."""
+        if not expects_calls(request):
+            return await super().chat_completion_full_generator(request, result_generator, *args, **kwargs)
+        ends = Ends()
+        noted = ends.noting(result_generator)
+        answer = await super().chat_completion_full_generator(request, noted, *args, **kwargs)
+        if isinstance(answer, ChatCompletionResponse):
+            ends.settle(answer, forced=request.tool_choice not in (None, "auto"))
+        return answer
 
 
 async def _lean_events(request: LeanRequest, frames: StreamFrames) -> AsyncGenerator[bytes, None]:

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import orjson
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -16,6 +15,7 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from server.context import RequestContext
 from server.protocol.answers import Answer, events_of, json_of, result_of
 from server.protocol.bodies import parse
+from server.protocol.calls import is_whole
 from server.protocol.parts import Parts
 from server.streaming import StreamBroken
 
@@ -26,7 +26,7 @@ class ServingMessages(AnthropicServingMessages):
     """vLLM's class with all generation done by our chat, and its errors told as they are."""
 
     def __init__(self, parts: Parts, chat: OpenAIServingChat) -> None:
-        super().__init__(parts.llm, parts.models, "assistant", **parts.chat_options)
+        super().__init__(parts.llm, parts.models, "assistant", **parts.chat_options, **parts.parser_options)
         self._chat = chat
 
     async def create_chat_completion(
@@ -39,7 +39,7 @@ class ServingMessages(AnthropicServingMessages):
     def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
         """As vLLM's, which stumbles over tool calls that the token limit has cut."""
         message = generator.choices[0].message
-        message.tool_calls = [call for call in message.tool_calls if _whole(call.function.arguments)]
+        message.tool_calls = [call for call in message.tool_calls if is_whole(call.function.arguments)]
         return super().messages_full_converter(generator)
 
     async def message_stream_converter(
@@ -68,13 +68,6 @@ class ServingMessages(AnthropicServingMessages):
             await source.aclose()
 
 
-def _whole(arguments: str) -> bool:
-    try:
-        return isinstance(orjson.loads(arguments), dict)
-    except orjson.JSONDecodeError:
-        return False
-
-
 class Messages:
     """Answers of /v1/messages and /v1/messages/count_tokens."""
 
@@ -84,7 +77,8 @@ class Messages:
 
     async def create(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one message: the JSON body, or a generator of SSE events. Raises ApiError."""
-        fields = self._parts.served(self._parts.validator.messages(body))
+        self._parts.require_generation()
+        fields = self._parts.served(self._parts.validator.messages(body), ctx)
         request = parse(AnthropicMessagesRequest, fields)
         ctx.stream = bool(request.stream)
         result = await result_of(self._serving.create_messages(request, ctx))
@@ -93,9 +87,10 @@ class Messages:
             return json_of(result, exclude_none=True)
         return _events(result)
 
-    async def count_tokens(self, body: bytes) -> bytes:
+    async def count_tokens(self, body: bytes, ctx: RequestContext) -> bytes:
         """The number of input tokens the message would have. Raises ApiError."""
-        fields = self._parts.served(self._parts.validator.messages(body))
+        self._parts.require_generation()
+        fields = self._parts.served(self._parts.validator.messages(body), ctx)
         request = parse(AnthropicCountTokensRequest, fields)
         return json_of(await result_of(self._serving.count_tokens(request)), exclude_none=True)
 

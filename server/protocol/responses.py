@@ -9,6 +9,7 @@ import structlog
 from pydantic import BaseModel
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
 
 from server.context import RequestContext
@@ -16,9 +17,11 @@ from server.errors import ApiError
 from server.protocol.answers import ENGINE_ERRORS, Answer, as_api_error, json_of, result_of
 from server.protocol.bodies import parse
 from server.protocol.parts import Parts
+from server.protocol.reserving import reserve_tokens
 from server.protocol.response_store import OPEN, ResponseStore
 from server.sections import GatewaySettings
 from server.streaming import StreamBroken
+from server.validation.rules import unsupported
 
 log = structlog.get_logger()
 
@@ -38,10 +41,20 @@ class ServingResponses(OpenAIServingResponses):
     """vLLM's class over a ResponseStore; background work whose end is seen."""
 
     def __init__(self, parts: Parts, store: ResponseStore, *, enabled: bool) -> None:
-        super().__init__(parts.llm, parts.models, **parts.chat_options)
+        super().__init__(parts.llm, parts.models, **parts.chat_options, **parts.parser_options)
         self.store = store
         self.enable_store = enabled
         self.response_store, self.msg_store, self.event_store = store.responses, store.messages, store.events
+
+    async def _render_resolved_response_inputs(
+        self, request: ResponsesRequest, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As vLLM's, then reserves tokens; raises ApiError where a limit refuses."""
+        result = await super()._render_resolved_response_inputs(request, *args, **kwargs)
+        if not isinstance(result, ErrorResponse):
+            ctx = self.engine_client.contexts.get(request.request_id.removeprefix(PREFIX))
+            await reserve_tokens(self, request, [result.engine_input], ctx)
+        return result
 
     def _convert_generation_error_to_streaming_response(self, e: GenerationError) -> str:
         # vLLM makes a text of it that its own event models refuse.
@@ -117,7 +130,8 @@ class Responses:
 
     async def create(self, body: bytes, ctx: RequestContext) -> Answer:
         """Makes a response: its JSON body, or a generator of SSE events."""
-        fields = self._parts.served(self._parts.validator.responses(body))
+        self._parts.require_generation()
+        fields = self._parts.served(self._parts.validator.responses(body), ctx)
         await self._parts.forms.check(fields)
         self._check_store(fields, ctx)
         response_id = PREFIX + ctx.id
@@ -137,7 +151,9 @@ class Responses:
         return self._events(result, response_id, settle=ctx.background is None)
 
     def _check_store(self, fields: dict[str, Any], ctx: RequestContext) -> None:
-        """What needs stored responses, refused where there are none."""
+        """What needs stored responses, refused where there are none; conversations are never stored."""
+        if fields.get("conversation") is not None:
+            raise unsupported("conversation")
         if not self._stores:
             for name in ("store", "background", "previous_response_id"):
                 if fields.get(name):

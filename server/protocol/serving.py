@@ -5,23 +5,25 @@ engine request id (vllm/entrypoints/generate/base/serving.py), and none of these
 """
 
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
 from server.config import Settings
 from server.context import RequestContext
 from server.protocol.answers import Answer, events_of, json_of, result_of
 from server.protocol.bodies import parse
+from server.protocol.embeddings import Embeddings
 from server.protocol.lean import LeanServingChat
 from server.protocol.messages import Messages
 from server.protocol.models import Models
 from server.protocol.parts import make_parts
+from server.protocol.reserving import ReservingCompletion
 from server.protocol.responses import Responses
 from server.protocol.tokens import Tokens
 
@@ -35,16 +37,28 @@ class OpenAIProtocol:
         self.lean = True
         """Whether plain streams take the lean path; off, all take vLLM's (the reference in tests)."""
         name = settings.engine.public_model_name
-        parts = make_parts(llm, OpenAIServingModels(llm, [BaseModelPath(name, name)]), settings.requests)
+        adapters = [
+            LoRAModulePath(adapter, str(Path(folder).expanduser().resolve()))
+            for adapter, folder in settings.engine.lora_adapters.items()
+        ]
+        served = OpenAIServingModels(llm, [BaseModelPath(name, name)], lora_modules=adapters)
+        parts = make_parts(llm, served, settings)
         self._parts = parts
-        self._chat = LeanServingChat(llm, parts.models, "assistant", **parts.chat_options)
-        self._completion = OpenAIServingCompletion(
+        self._chat = LeanServingChat(
+            llm, parts.models, "assistant", **parts.chat_options, **parts.parser_options
+        )
+        self._completion = ReservingCompletion(
             llm, parts.models, online_renderer=parts.renderer, request_logger=None
         )
         self.models = Models(parts.models)
         self.tokens = Tokens(parts)
+        self.embeddings = Embeddings(parts)
         self.messages = Messages(parts, self._chat)
         self.responses = Responses(parts, settings.gateway)
+
+    async def load_adapters(self) -> None:
+        """Loads the LoRA adapters into the engine. Raises ValueError."""
+        await self._parts.models.init_static_loras()
 
     def warm_up(self) -> None:
         """Renders one prompt, so that the first request does not pay for compiling the chat template."""
@@ -52,7 +66,8 @@ class OpenAIProtocol:
 
     async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
-        fields = self._parts.served(self._parts.validator.chat(body))
+        self._parts.require_generation()
+        fields = self._parts.served(self._parts.validator.chat(body), ctx)
         await self._parts.forms.check(fields)
         request = _parse(ChatCompletionRequest, fields, ctx)
         ctx.lean = self.lean and self._chat.is_plain(request)
@@ -60,7 +75,8 @@ class OpenAIProtocol:
 
     async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one text completion, as `chat`."""
-        fields = self._parts.served(self._parts.validator.completion(body))
+        self._parts.require_generation()
+        fields = self._parts.served(self._parts.validator.completion(body), ctx)
         await self._parts.forms.check(fields)
         request = _parse(CompletionRequest, fields, ctx)
         return _answer(await result_of(self._completion.create_completion(request)))

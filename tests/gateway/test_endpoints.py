@@ -132,7 +132,7 @@ def test_bad_responses_requests(stub: Server, stream: bool) -> None:
     changes = [
         {"temperature": -1}, {"max_output_tokens": 0}, {"max_output_tokens": "5"}, {"input": None},
         {"input": 5}, {"input": [{"role": "wizard", "content": "x"}]}, {"prompt": {"id": "x"}},
-        {"tool_choice": "required"},
+        {"tool_choice": "required"}, {"conversation": "conv_1"},
         {"background": True, "store": False}, {"input": "word " * 40_000},
     ]  # fmt: skip
     with stub.client() as client:

@@ -35,6 +35,14 @@ NOT_PLAIN: dict[str, dict[str, Any]] = {
     "echo": {"echo": True},
 }
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+WITH_PARSER: dict[str, dict[str, Any]] = {
+    "natural end": BODIES["natural end"],
+    "stop string": BODIES["stop string"],
+    "tools": {"tools": [TOOL]},
+    "tools not to be called": {"tools": [TOOL], "tool_choice": "none"},
+}
+
 
 async def _bytes(protocol: Any, engine: Any, body: dict[str, Any], *, lean: bool) -> tuple[bytes, bool]:
     protocol.lean = lean
@@ -54,7 +62,7 @@ async def _both_ways(folder: Path) -> dict[str, tuple[bytes, bytes, bool]]:
 
     # 30 tokens/s: each step is one frame on either path, however slow the machine is.
     stub = StubSettings(tokens_per_s=30, output_tokens=8)
-    tree = Settings(engine={"kind": "stub"}, stub=stub)  # type: ignore[arg-type]
+    tree = Settings(engine={"kind": "stub", "tool_parser": "none"}, stub=stub)  # type: ignore[arg-type]
     config = build.vllm_config(tree, str(write_stub_model(folder, stub.max_model_len)))
     core = EngineCore(tree, config)
     engine = Engine(tree, config, on_gap=lambda *_: None)
@@ -68,6 +76,11 @@ async def _both_ways(folder: Path) -> dict[str, tuple[bytes, bytes, bool]]:
             reference, _ = await _bytes(protocol, engine, body, lean=False)
             ours, lean = await _bytes(protocol, engine, body, lean=True)
             found[name] = (reference, ours, lean)
+        with_parser = OpenAIProtocol(engine.llm, Settings(engine={"kind": "stub"}, stub=stub))  # type: ignore[arg-type]
+        for name, change in WITH_PARSER.items():
+            body = {"messages": [{"role": "user", "content": name}], "max_tokens": 6, "stream": True} | change
+            ours, lean = await _bytes(with_parser, engine, body, lean=True)
+            found[f"{name}, parser"] = (found[name][0] if name in found else b"", ours, lean)
         assert not engine.llm or not engine.llm.output_processor.request_states
         return found
     finally:
@@ -102,6 +115,16 @@ def test_the_rest_is_left_to_vllm(both_ways: dict[str, tuple[bytes, bytes, bool]
     assert not lean
     # Two choices of one step come in either order.
     assert sorted(ours.split(b"\n\n")) == sorted(reference.split(b"\n\n"))
+
+
+@pytest.mark.parametrize("name", WITH_PARSER)
+def test_a_parser_of_tool_calls_is_not_asked_without_tools(
+    both_ways: dict[str, tuple[bytes, bytes, bool]], name: str
+) -> None:
+    """A chat without tools is plain on a model that could call some: the same bytes as without a parser."""
+    reference, ours, lean = both_ways[f"{name}, parser"]
+    assert lean == (name in BODIES)
+    assert not lean or ours == reference
 
 
 @settings(deadline=None)  # the first example imports vLLM

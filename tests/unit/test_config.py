@@ -79,7 +79,7 @@ def test_named_file_by_flag_beats_the_variable_and_replaces_the_default_file(fol
 @pytest.mark.parametrize("leaf", list(leaves()), ids=lambda leaf: leaf.path)
 def test_every_setting_can_be_set_by_file_environment_and_every_flag(leaf, folder):
     default = shown("", leaf.field.get_default(call_default_factory=True))
-    value = {"null": "7", "{}": '{"a": 1}'}.get(default, default)
+    value = {"null": "7", "{}": '{"a": "1"}'}.get(default, default)
     value = {"engine.enforce_eager": "true"}.get(leaf.path, value)
     if leaf.path in ("jwt.issuer", "jwt.jwks_url"):
         value = "https://login.example"
@@ -158,7 +158,8 @@ BAD_FILES = {
     "section is text": ("gateway: 9000\n", "bad.yaml: gateway must hold keys and values, not a number"),
     "list": (
         "- 1\n",
-        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, stub, auth, jwt, log),"
+        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, stub, auth, jwt, limits, "
+        "log),"
         " not a list",
     ),
     "twice": ("log: {level: info}\nlog: {}\n", "bad.yaml: not YAML (key log appears twice, line 2)"),

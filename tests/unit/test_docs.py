@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +17,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 def test_every_metric_is_documented() -> None:
     """Each `lapilli_*` family stands in docs/operations.md."""
     text = (ROOT / "docs" / "operations.md").read_text()
-    families = list(RequestMetrics("m").registry.collect())
+    requests, limits = RequestMetrics("m"), LimitMetrics(CollectorRegistry())
+    families = [*requests.registry.collect(), *limits.registry.collect()]
     assert families
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -43,3 +46,24 @@ def test_make_targets_exist() -> None:
     for page in PAGES:
         named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE)
         assert set(named) <= targets, page
+
+
+def test_every_field_of_the_official_clients_is_in_the_table() -> None:
+    """docs/protocol.md says of each request field whether it is supported, refused or ignored."""
+    from anthropic.types import message_create_params
+    from openai.types import completion_create_params, embedding_create_params
+    from openai.types.chat import completion_create_params as chat
+    from openai.types.responses import response_create_params
+
+    requests = {
+        "/v1/chat/completions": chat.CompletionCreateParamsBase,
+        "/v1/completions": completion_create_params.CompletionCreateParamsBase,
+        "/v1/responses": response_create_params.ResponseCreateParamsBase,
+        "/v1/embeddings": embedding_create_params.EmbeddingCreateParams,
+        "/v1/messages": message_create_params.MessageCreateParamsBase,
+    }
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    tables = dict(re.findall(r"### (/v1/\S+)\n(.*?)(?=\n##)", text, re.DOTALL))
+    for path, request in requests.items():
+        missing = [name for name in request.__annotations__ if not re.search(rf"`{name}\b", tables[path])]
+        assert not missing, (path, missing)

@@ -1,0 +1,1 @@
+"""Official clients that nobody here wrote, against the real engine."""
