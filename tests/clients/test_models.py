@@ -50,17 +50,18 @@ def test_adapters_are_models(tools: Server) -> None:
     client = _client(tools)
     assert [model.id for model in client.models.list()] == ["tools", "first", "second"]
     assert client.models.retrieve("first").model_extra["parent"] == "tools"  # type: ignore[index]
-    texts = {}
+    said = {}
     for name in ("tools", "first", "second"):
-        answer = _chat(tools, model=name, extra_body=NO_THINKING)
+        answer = _chat(tools, model=name, extra_body=NO_THINKING, logprobs=True)
         assert answer.model == name
         chunks = list(_chat(tools, model=name, extra_body=NO_THINKING, stream=True))
         assert {chunk.model for chunk in chunks} == {name}
-        texts[name] = answer.choices[0].message.content
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == texts[name]
+        text = answer.choices[0].message.content
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+        said[name] = tuple(token.logprob for token in answer.choices[0].logprobs.content)
         assert client.completions.create(model=name, prompt="a", max_tokens=2).model == name
         assert client.responses.create(model=name, input="a", max_output_tokens=2).model == name
-    assert len(set(texts.values())) == 3
+    assert len(set(said.values())) == 3
     with pytest.raises(openai.NotFoundError):
         _chat(tools, model="third")
 
