@@ -71,6 +71,8 @@ class OpenAIProtocol:
         """Serves one text completion, as `chat`."""
         fields = self._parts.served(self._parts.validator.completion(body), ctx)
         request = _parse(CompletionRequest, fields, ctx)
+        if fields.get("max_tokens") is None:  # vLLM fills in its default, which no limit is to refuse
+            request.model_fields_set.discard("max_tokens")
         return _answer(await result_of(self._completion.create_completion(request)))
 
 
