@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import setproctitle
+import torch
 import zmq
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import (
@@ -32,7 +33,7 @@ from vllm.v1.engine import (
     UtilityOutput,
 )
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from server.engine.stub_model import EOS_ID, FIRST_WORD_ID, NUM_WORDS
@@ -163,8 +164,9 @@ class StubCore:
                 EngineCoreEvent.new_event(EngineCoreEventType.QUEUED, arrived),
                 EngineCoreEvent.new_event(EngineCoreEventType.SCHEDULED, arrived),
             ]
-            length = len(stream.request.prompt_token_ids or [])
-            output.prefill_stats = PrefillStats(num_prompt_tokens=length, num_computed_tokens=length)
+            prompt = stream.request.prompt_token_ids or []
+            output.prefill_stats = PrefillStats(len(prompt), num_computed_tokens=len(prompt))
+            output.new_prompt_logprobs_tensors = _prompt_logprobs(prompt, stream.request.sampling_params)
         if finish is not None:
             del self._streams[stream.request.request_id]
         return output
@@ -184,14 +186,27 @@ class StubCore:
 
 
 def _logprobs(token: int, params: SamplingParams | None) -> LogprobsLists | None:
-    """The stub knows what it says next: log-probability 0 for the token, next to nothing for others."""
+    """Those of a token that the stub says."""
     if params is None or params.logprobs is None:
         return None
-    others = [word for word in range(FIRST_WORD_ID, FIRST_WORD_ID + NUM_WORDS) if word != token]
-    ids = [token, token, *others][: params.logprobs + 1]
-    values = np.full((1, len(ids)), -100.0, dtype=np.float32)
-    values[0, :2] = 0.0
-    return LogprobsLists(np.array([ids], dtype=np.int32), values, np.array([1], dtype=np.int32))
+    return LogprobsLists(*_sure(np.array([token]), params.logprobs))
+
+
+def _prompt_logprobs(prompt: list[int], params: SamplingParams | None) -> LogprobsTensors | None:
+    """Those of the prompt's tokens after the first, which has none."""
+    if params is None or params.prompt_logprobs is None or len(prompt) < 2:
+        return None
+    return LogprobsTensors(*map(torch.from_numpy, _sure(np.array(prompt[1:]), params.prompt_logprobs)))
+
+
+def _sure(tokens: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, log-probabilities and ranks: 0 for each token itself, next to nothing for `count` - 1 others."""
+    others = FIRST_WORD_ID + (tokens[:, None] - FIRST_WORD_ID + np.arange(1, count)) % NUM_WORDS
+    own = np.repeat(tokens[:, None], min(count, 1) + 1, axis=1)  # the token, then the most likely ones
+    ids = np.concatenate([own, others], axis=1).astype(np.int32)
+    values = np.full(ids.shape, -100.0, dtype=np.float32)
+    values[:, :2] = 0.0
+    return ids, values, np.ones(len(tokens), dtype=np.int32)
 
 
 def run(inputs: list[str], outputs: list[str], settings: StubSettings) -> None:

@@ -1,4 +1,4 @@
-"""Tokens are reserved where vLLM's serving classes have rendered a request, before the engine sees it."""
+"""What vLLM's serving classes have rendered must fit the context and its limits before the engine sees it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,7 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
 from server.context import RequestContext
 from server.limits import take_tokens, too_long_output
-
-OUTPUT_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+from server.protocol.context_length import check_context_length, output_field
 
 
 async def reserve_tokens(
@@ -18,16 +17,18 @@ async def reserve_tokens(
 ) -> None:
     """Reserves the worst case of all prompts and choices; raises ApiError where a limit refuses it.
 
+    Nothing is reserved for a request that does not fit the model's context: that is an ApiError too.
     A request that does not say how long its answer may be is held to what its limits could ever allow; one
     that asks for more than its tenant may have is refused. `serving` is a vLLM serving class, `request` its
     request model (changed in place), `ctx` None for what is not a client's.
     """
+    check_context_length(serving, request, engine_inputs)
     if ctx is None or ctx.reservation is None:
         return
     plan = ctx.reservation.plan
     lengths = [serving._extract_prompt_len(engine_input) for engine_input in engine_inputs]
     choices = getattr(request, "n", None) or 1
-    field = _output_field(request)
+    field = output_field(request)
     asked = getattr(request, field)
     if field in request.model_fields_set and asked is not None:
         if plan.max_output_tokens is not None and asked > plan.max_output_tokens:
@@ -48,12 +49,6 @@ async def reserve_tokens(
         for length in lengths
     ]
     await take_tokens(ctx, sum(lengths), choices * sum(outputs), max(outputs, default=0))
-
-
-def _output_field(request: Any) -> str:
-    """The field that says how many output tokens a choice may have; of two, the one that vLLM obeys."""
-    names = [name for name in OUTPUT_FIELDS if hasattr(request, name)]
-    return next((name for name in names if getattr(request, name) is not None), names[0])
 
 
 def _allowed(cap: int | None, most_tokens: int | None, prompt_tokens: int, outputs: int) -> int | None:

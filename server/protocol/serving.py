@@ -79,6 +79,8 @@ class OpenAIProtocol:
         fields = self._parts.served(self._parts.validator.completion(body), ctx)
         await self._parts.forms.check(fields)
         request = _parse(CompletionRequest, fields, ctx)
+        if fields.get("max_tokens") is None:  # vLLM fills in its default, which no limit is to refuse
+            request.model_fields_set.discard("max_tokens")
         return _answer(await result_of(self._completion.create_completion(request)))
 
 

@@ -1,4 +1,4 @@
-"""Cases O9 and O10 of the fault list over the real engine."""
+"""Cases O3, O9, O10 and O22 of the fault list over the real engine."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests import sse
-from tests.conftest import Server
+from tests.conftest import Server, poll
 
 pytestmark = pytest.mark.engine
 
@@ -72,4 +72,70 @@ def test_o10_over_the_real_context(real: Server) -> None:
             assert error["code"] == "context_length_exceeded"
             assert "8192" in error["message"]
             assert "-" not in error["message"]
-        assert client.post(CHAT, json={"messages": FRANCE, "max_tokens": 1}).status_code == 200
+        for path, prompt in ((CHAT, {"messages": FRANCE}), (TEXT, {"prompt": "Say:"})):
+            fits = client.post(path, json=prompt | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+            for stream in (False, True):
+                more = {"max_tokens": 8193 - fits, "stream": stream}
+                refused = client.post(path, json=prompt | more, timeout=10)
+                assert refused.status_code == 400
+                assert refused.headers["content-type"] == "application/json"
+                assert refused.json()["error"]["code"] == "context_length_exceeded"
+                assert f"8193 tokens ({fits} in the prompt" in refused.json()["error"]["message"]
+            cut = prompt | {"max_tokens": 8192 - fits, "stop": [" ", "e"]}
+            assert client.post(path, json=cut).json()["choices"][0]["finish_reason"] == "stop"
+    poll(real.drained, "drained")
+
+
+def test_o3_echo_with_logprobs(real: Server) -> None:
+    """The prompt's own log-probabilities are finite and come with the answer, and without one."""
+    body = {"prompt": "The capital of France", "echo": True, "logprobs": 2, "temperature": 0}
+    with real.client() as client:
+        found = {}
+        for number in (0, 3):
+            for stream in (False, True):
+                answer = client.post(TEXT, json=body | {"max_tokens": number, "stream": stream})
+                assert answer.status_code == 200, answer.text
+                events = sse.read(answer.text.split("\n"))[0] if stream else [sse.strict_loads(answer.text)]
+                parts = [choice for event in events for choice in event["choices"]]
+                values = [
+                    value
+                    for part in parts
+                    if part["logprobs"]
+                    for value in part["logprobs"]["token_logprobs"]
+                ]
+                assert values[0] is None
+                assert all(value <= 0 for value in values[1:])
+                found[number, stream] = "".join(part["text"] for part in parts), values
+        assert found[0, False][0] == body["prompt"]
+        assert found[3, False][0].startswith(str(body["prompt"]))
+        for number in (0, 3):
+            assert found[number, True][0] == found[number, False][0]
+            assert found[number, True][1][1:] == pytest.approx(found[number, False][1][1:], abs=1e-3)
+        alone = client.post(TEXT, json=body | {"prompt": [5], "max_tokens": 1})  # of one token: no values
+        assert alone.status_code == 200, alone.text
+        assert len(alone.json()["choices"][0]["logprobs"]["token_logprobs"]) == 2
+    poll(real.drained, "drained")
+
+
+def test_o22_the_same_request_id_at_once(real: Server) -> None:
+    """It is for tracing only: closing one stream leaves the other, and a third may use it at once."""
+    body = {"messages": FRANCE, "max_tokens": 60, "ignore_eos": True, "stream": True, "request_id": "same"}
+    ids = set()
+    with (
+        real.client(**{"X-Request-Id": "same"}) as client,
+        client.stream("POST", CHAT, json=body | {"max_tokens": 2000}) as first,
+        client.stream("POST", CHAT, json=body) as second,
+    ):
+        started, running = first.iter_lines(), second.iter_lines()
+        ids |= {sse.read([next(lines)])[0][0]["id"] for lines in (started, running)}
+        first.close()
+        with client.stream("POST", CHAT, json=body) as third:
+            for answer, lines in ((third, third.iter_lines()), (second, running)):
+                assert answer.headers["x-request-id"] == "same"
+                events, done = sse.read(lines)
+                assert done
+                assert events[-1]["choices"][0]["finish_reason"] == "length"
+                ids.add(events[-1]["id"])
+    assert len(ids) == 3
+    assert not any("same" in found for found in ids)
+    poll(real.drained, "drained")

@@ -496,3 +496,31 @@ def test_made_up_names_make_no_series(stub: Server) -> None:
         page = httpx.get(f"{stub.admin_url}/metrics").text
     assert "made-up" not in page
     assert lines() - before < 20
+
+
+def test_an_unknown_model_is_no_fault_of_ours(stub: Server) -> None:
+    """404 on every route, and the log holds the requests' own lines alone: no error, no name."""
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": HI},
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"messages": HI, "max_tokens": 1},
+        "/v1/messages/count_tokens": {"messages": HI},
+        "/tokenize": {"prompt": "hi"},
+        "/detokenize": {"tokens": [5]},
+    }
+    before = len(stub.text)
+    with stub.client() as client:
+        for path, body in bodies.items():
+            for more in ({}, {"stream": True}):
+                answer = client.post(path, json=body | {"model": "made-up-model"} | more)
+                assert answer.status_code == 404, (path, answer.text)
+                assert "made-up-model" not in answer.text
+        _refused(client.get("/v1/models/made-up-model"), 404, "model_not_found")
+
+    def lines() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in stub.text[before:].splitlines()]
+
+    poll(lambda: sum(line["event"] == "request" for line in lines()) >= 2 * len(bodies) + 1, "logged")
+    assert {line["level"] for line in lines()} == {"info"}
+    assert "made-up-model" not in stub.text[before:].replace("/v1/models/made-up-model", "")

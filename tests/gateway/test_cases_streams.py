@@ -1,4 +1,4 @@
-"""Cases O8, O10 and O11 of the fault list: what a stream holds, and in which order."""
+"""Cases O3, O8, O10 and O11 of the fault list: what a stream holds, and in which order."""
 
 import asyncio
 import json
@@ -96,35 +96,117 @@ def test_o8_usage_in_streams(stub: Server, kind: str) -> None:
         assert client.post(path, json=body | {"stream_options": None}).status_code == 200
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_o10_over_the_context(stub: Server, path: str) -> None:
+GENERATION = {
+    CHAT: ("max_tokens", lambda text: {"messages": [{"role": "user", "content": text}]}),
+    TEXT: ("max_tokens", lambda text: {"prompt": text}),
+    "texts": ("max_tokens", lambda text: {"prompt": ["hi", text]}),
+    "/v1/responses": ("max_output_tokens", lambda text: {"input": text}),
+    "/v1/messages": (
+        "max_tokens",
+        lambda text: {"model": MODEL, "messages": [{"role": "user", "content": text}]},
+    ),
+}
+"""Routes that generate: the field that bounds the answer, and a body with a prompt."""
+
+
+def _prompt_tokens(usage: dict[str, int]) -> int:
+    return usage.get("prompt_tokens") or usage["input_tokens"]
+
+
+@pytest.mark.parametrize("kind", GENERATION)
+def test_o10_over_the_context(stub: Server, kind: str) -> None:
     """400 in JSON, streamed or not, in the same words, with the limit and the size, before any work."""
-    limit = 32768
-
-    def prompt(count: int) -> dict[str, Any]:
-        text = " the" * count
-        return {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
-
+    limit, path = 32768, TEXT if kind == "texts" else kind
+    field, prompt = GENERATION[kind]
     with stub.client() as client:
-        template = client.post(path, json=prompt(1) | {"max_tokens": 1}).json()["usage"]["prompt_tokens"] - 1
+        used = [
+            client.post(path, json=prompt(" the" * count) | {field: 1}).json()["usage"] for count in (1, 2)
+        ]
+        assert _prompt_tokens(used[1]) == _prompt_tokens(used[0]) + 1
+        template = _prompt_tokens(used[0]) - 1
+        if kind == "texts":  # each of them has the context to itself
+            template -= _prompt_tokens(client.post(path, json={"prompt": "hi"}).json()["usage"])
         room = limit - template
+        assert client.post(path, json=prompt(" the" * 9) | {field: room - 9}).status_code == 200
         bodies = {
-            "prompt": prompt(room + 1) | {"max_tokens": 1},
+            f"at least {limit + 1}": prompt(" the" * (room + 1)) | {field: 1},
+            f"{limit + 1} tokens ({limit} in": prompt(" the" * room) | {field: 1},
+            f"{limit + 1} tokens ({limit - room + 9} in": prompt(" the" * 9) | {field: room - 8},
         }
-        assert client.post(path, json=prompt(9) | {"max_tokens": room - 9}).status_code == 200
-        for name, body in bodies.items():
-            messages = set()
-            for stream in (False, True):
-                refused = client.post(path, json=body | {"stream": stream}, timeout=10)
-                assert refused.status_code == 400, name
-                assert refused.headers["content-type"] == "application/json"
-                error = refused.json()["error"]
-                assert error["code"] == "context_length_exceeded", error
-                assert str(limit) in error["message"]
-                assert "-" not in error["message"]
-                messages.add(error["message"])
-            assert len(messages) == 1
+        if path != "/v1/messages":  # which has no unset max_tokens
+            bodies[f"{limit + 1} tokens ({limit} in the prompt, 1"] = prompt(" the" * room)
+            assert client.post(path, json=prompt(" the" * (room - 1))).status_code == 200
+        for size, body in bodies.items():
+            _over_the_context(client, path, body, f"context length is {limit} tokens", size)
     poll(stub.drained, "drained")
+
+
+def _over_the_context(client: httpx.Client, path: str, body: dict[str, Any], *says: str) -> None:
+    answers = [client.post(path, json=body | {"stream": stream}, timeout=10) for stream in (False, True)]
+    for refused in answers:
+        assert refused.status_code == 400
+        assert refused.headers["content-type"] == "application/json"
+        error = refused.json()["error"]
+        assert path == "/v1/messages" or error["code"] == "context_length_exceeded"
+        assert all(text in error["message"] for text in says), (says, error)
+        assert "-" not in error["message"]
+    assert answers[0].json() == answers[1].json()
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_o3_an_answer_is_never_cut_to_fit(stub: Server, field: str) -> None:
+    """More than the context is an error like any number out of range; unset and null take what is left."""
+    with stub.client() as client:
+        for asked in (10**9, 32769):
+            refused = client.post(CHAT, json={"messages": HI, field: asked})
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert (error["code"], error["param"]) == ("integer_above_max_value", field)
+            assert "32768" in error["message"]
+        both = {"messages": HI, "max_tokens": 32768, "max_completion_tokens": 1}
+        answer = client.post(CHAT, json=both)  # the newer field is the one that is obeyed
+        assert answer.json()["usage"]["completion_tokens"] == 1
+        assert client.post(CHAT, json={"messages": HI, field: None}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_o3_echo_with_logprobs(stub: Server, stream: bool) -> None:
+    """The prompt comes back with its log-probabilities, with an answer or without one."""
+    prompt = "the river moved"
+    with stub.client() as client:
+        for max_tokens, logprobs, prompts in (
+            (0, 1, prompt),
+            (2, 3, prompt),
+            (1, 0, prompt),
+            (1, 2, [prompt, "r"]),
+        ):
+            body = {"prompt": prompts, "echo": True, "max_tokens": max_tokens, "logprobs": logprobs}
+            whole = client.post(TEXT, json=body)
+            assert whole.status_code == 200, whole.text
+            found = [(choice["text"], choice["logprobs"]) for choice in whole.json()["choices"]]
+            if stream:
+                parts: dict[int, list[dict[str, Any]]] = {}
+                for choice in (c for event in _stream(client, TEXT, body) for c in event["choices"]):
+                    parts.setdefault(choice["index"], []).append(choice)
+                found = [_joined(parts[index]) for index in sorted(parts)]
+            for text, given in found:
+                values = given["token_logprobs"]
+                assert "".join(given["tokens"]) == text
+                assert values == [None] + [0.0] * (len(values) - 1)
+                assert given["top_logprobs"][0] is None
+                assert all(len(top) == max(1, logprobs) for top in given["top_logprobs"][1:])
+            assert found[0][0].startswith(prompt)
+            assert (found[0][0] == prompt) == (max_tokens == 0)
+    poll(stub.drained, "drained")
+
+
+def _joined(choices: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """The text and log-probabilities of the parts of one streamed choice."""
+    known = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    names = ("tokens", "token_logprobs", "top_logprobs")
+    return "".join(choice["text"] for choice in choices), {
+        name: [value for part in known for value in part[name]] for name in names
+    }
 
 
 def _chunk(**choice: Any) -> bytes:

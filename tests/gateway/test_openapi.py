@@ -28,7 +28,7 @@ from server.errors import ApiError
 from server.openapi import BOUNDS, OPEN_PATHS
 from server.protocol.schemas import BODIES
 from server.validation import ModelLimits, Validator
-from tests.conftest import Server, poll
+from tests.conftest import MODEL, Server, poll
 
 EXAMPLES = 10
 CHECKS = [
@@ -106,6 +106,30 @@ def test_bounds_are_those_of_validation() -> None:
             with pytest.raises(ApiError) as refused:
                 check(field, outside)
             assert refused.value.param == field
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True},
+    "/v1/completions": {"prompt": ["x", "y"], "logprobs": 1},
+    "/v1/responses": {"input": "x", "max_output_tokens": 3},
+    "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
+    "/tokenize": {"prompt": "x"},
+}
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_whole_answers_fit_the_document(stub: Server, page: dict[str, Any], path: str) -> None:
+    """A good request fits its schema, and so does its answer."""
+    operation = page["paths"][path]["post"]
+    with stub.client() as client:
+        answer = client.post(path, json=GOOD[path])
+    assert answer.status_code == 200
+    for body, content in (
+        (GOOD[path], operation["requestBody"]["content"]),
+        (answer.json(), operation["responses"]["200"]["content"]),
+    ):
+        schema = content["application/json"]["schema"] | {"components": page["components"]}
+        jsonschema.Draft202012Validator(schema).validate(body)
 
 
 def test_schemathesis(stub: Server, page: dict[str, Any]) -> None:
