@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from server.auth_sections import STATE_DATABASE, AuthSettings
+from server.auth_sections import AuditSettings, AuthSettings, state_defaults
 from server.sections import (
     AdminSettings,
     EngineSettings,
@@ -61,6 +61,7 @@ class Settings(BaseSettings):
     selfcheck: SelfCheckSettings = SelfCheckSettings()
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
+    audit: AuditSettings = Field(default_factory=AuditSettings)
     log: LogSettings = LogSettings()
 
     @classmethod
@@ -96,8 +97,9 @@ class Leaf:
     @property
     def default_text(self) -> str:
         """The default as YAML and documents write it."""
-        if self.path == "auth.database_url":
-            return f"sqlite+aiosqlite:///<user state folder>/{STATE_DATABASE}"
+        varying = state_defaults({"XDG_STATE_HOME": "/<user state folder>"})
+        if self.path in varying:
+            return str(varying[self.path]).replace("/<", "<", 1)
         return json.dumps(self.field.default)
 
     @property
@@ -122,12 +124,16 @@ def leaves() -> Iterator[Leaf]:
             yield Leaf(f"{section}.{name}", field)
 
 
+SECRETS = frozenset({"audit.hec_token"})
+"""Leaves whose values are never shown."""
 _SECRET_NAME = re.compile(r"token|secret|passw|api_?key", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(://[^:@/]*):.*@")
 
 
 def shown(path: str, value: Any) -> str:
     """`value` as text for people; URL passwords and secret-looking `engine.args` become `***`."""
+    if value is not None and path in SECRETS:
+        return "***"
     if path == "engine.args":
         return json.dumps(_masked(value), default=str) if isinstance(value, dict) else "***"
     text = str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)

@@ -17,7 +17,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Environment and flags carry lists and `engine.args` as JSON text; YAML carries them as they are."""
     if not isinstance(value, str):
         return value
@@ -30,7 +30,7 @@ def _json_value(value: Any) -> Any:
 def _networks(value: Any) -> Any:
     """A list (or its JSON), or text with commas, of addresses and networks; each is written as a network."""
     if isinstance(value, str):
-        value = _json_value(value) if value.startswith("[") else value.split(",")
+        value = json_value(value) if value.startswith("[") else value.split(",")
     if not isinstance(value, list | tuple):
         raise ValueError("not a list of networks")
     return tuple(str(ip_network(str(part).strip())) for part in value if str(part).strip())
@@ -145,7 +145,7 @@ class EngineSettings(Section):
     max_restarts: int = Field(
         5, ge=0, description="Engine restarts in a row (none serving for 10 minutes) before the server ends."
     )
-    args: Annotated[dict[str, Any], BeforeValidator(_json_value)] = Field(
+    args: Annotated[dict[str, Any], BeforeValidator(json_value)] = Field(
         {},
         description="Further vLLM engine arguments by name; a JSON object in the environment and in flags.",
     )
