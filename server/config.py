@@ -20,6 +20,7 @@ from server.sections import (
     EngineSettings,
     GatewaySettings,
     LogSettings,
+    RequestSettings,
     SelfCheckSettings,
     StubSettings,
 )
@@ -59,6 +60,7 @@ class Settings(BaseSettings):
     admin: AdminSettings = AdminSettings()
     engine: EngineSettings = EngineSettings()
     selfcheck: SelfCheckSettings = SelfCheckSettings()
+    requests: RequestSettings = RequestSettings()
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
     audit: AuditSettings = Field(default_factory=AuditSettings)

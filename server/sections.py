@@ -170,6 +170,46 @@ class SelfCheckSettings(Section):
     )
 
 
+def _host_list(value: Any) -> Any:
+    """Environment and flags carry a list of hosts as text, with commas or as JSON; YAML carries a list."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("[") else value.split(",")
+    if not isinstance(value, list):
+        return value
+    return [item.strip().lower() if isinstance(item, str) else item for item in value if item != ""]
+
+
+HostName = Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,253}$")]
+
+
+class RequestSettings(Section):
+    """What one request may ask for."""
+
+    max_choices: int = Field(
+        128, ge=1, le=1024, description="Largest `n` of a request: answers to one prompt."
+    )
+    max_sequences: int = Field(
+        256, ge=1, le=16384, description="Most sequences of a request: `n` times its prompts."
+    )
+    grammar_max_bytes: int = Field(
+        65536,
+        ge=256,
+        le=2**20,
+        description="Largest grammar, regex or JSON schema an answer is held to, in bytes.",
+    )
+    grammar_timeout_s: float = Field(
+        2.0, gt=0, le=60, description="Seconds a grammar may take to compile, in a process apart; then 400."
+    )
+    control_tokens: Literal["text", "allow"] = Field(
+        "text",
+        description="Control tokens spelled in messages: `text` keeps them text, `allow` lets them act.",
+    )
+    media_domains: Annotated[list[HostName], BeforeValidator(_host_list)] = Field(
+        [],
+        description="Hosts media may be fetched from, exact names with commas; none: data: URLs only.",
+    )
+
+
 class StubSettings(Section):
     """The stub engine; no effect with `engine.kind: vllm`."""
 

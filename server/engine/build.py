@@ -63,6 +63,8 @@ def prepare_environment(settings: Settings) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "DEBUG" if settings.log.level == "debug" else "WARNING",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(settings.engine.start_timeout_s))),
+        # A host that may be asked for media (requests.media_domains) may not send us to another one.
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
         # The gateway renders prompts on threads of its own; more of them only fight over the cores.
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -10,7 +10,6 @@ import re
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -28,17 +27,12 @@ from server.context import RequestContext
 from server.errors import ApiError, internal_error, unavailable
 from server.protocol.lean import LeanServingChat
 from server.streaming import StreamBroken
+from server.validation import ModelLimits, Validator
 
 VLLM_SUFFIX = re.compile(r" \((parameter|value)=.*\)$", re.DOTALL)
 """vLLM's errors end in `(parameter=..., value=...)`: the first is OpenAI's `param`, the second the input."""
 ERROR_EVENT = 'data: {"error"'
 FIELD_NAME = re.compile(r"[a-z_]+")
-SERVER_FIELDS = (
-    *("request_id", "priority", "session_id", "cache_salt", "vllm_xargs", "kv_transfer_params"),
-    *("ec_transfer_params", "chat_template"),
-)
-"""Body fields that vLLM would obey and that are not the client's to set; they are ignored."""
-
 ENGINE_ERRORS = (EngineDeadError, EngineGenerateError, VLLMError, ValueError, TypeError, OverflowError)
 
 RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest)
@@ -73,6 +67,7 @@ class OpenAIProtocol:
             llm, self._models, online_renderer=renderer, request_logger=None
         )
         self._renderer = renderer
+        self.validator = Validator(ModelLimits.of(llm.model_config, llm.renderer, settings.requests))
 
     def warm_up(self) -> None:
         """Renders one prompt, so that the first request does not pay for compiling the chat template."""
@@ -84,41 +79,21 @@ class OpenAIProtocol:
 
     async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
-        fields = _fields(body)
-        messages = fields.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise ApiError(400, "'messages' must be a list of at least one message.", param="messages")
-        request = _parse(ChatCompletionRequest, fields, ctx)
+        request = _parse(ChatCompletionRequest, self.validator.chat(body), ctx)
         ctx.lean = self.lean and self._chat.is_plain(request)
         return await _serve(self._chat.create_chat_completion, request)
 
     async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one text completion, as `chat`."""
-        request = _parse(CompletionRequest, _fields(body), ctx)
+        request = _parse(CompletionRequest, self.validator.completion(body), ctx)
         return await _serve(self._completion.create_completion, request)
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object, without the fields that are the server's."""
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error.msg}.", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    for name in SERVER_FIELDS:
-        fields.pop(name, None)
-    return fields
 
 
 def _parse(model: type[RequestT], fields: dict[str, Any], ctx: RequestContext) -> RequestT:
     """The body as vLLM's request model, with the engine's request id set to the context's."""
-    if fields.get("max_tokens") is not None:
-        _check_max_tokens(fields, "max_tokens", echo=bool(fields.get("echo")))
-    if fields.get("max_completion_tokens") is not None:
-        _check_max_tokens(fields, "max_completion_tokens", echo=False)
+    known = {name: value for name, value in fields.items() if name in model.model_fields}
     try:
-        request = model.model_validate(fields | {"request_id": ctx.id})
+        request = model.model_validate(known | {"request_id": ctx.id})
     except ValidationError as error:
         raise _validation_error(error) from None
     except (VLLMError, ValueError) as error:
@@ -128,14 +103,6 @@ def _parse(model: type[RequestT], fields: dict[str, Any], ctx: RequestContext) -
         raise ApiError(400, "A field of the request has the wrong shape.") from None
     ctx.stream = bool(request.stream)
     return request
-
-
-def _check_max_tokens(fields: dict[str, Any], name: str, *, echo: bool) -> None:
-    """An integer of at least 1; 0 only where the prompt is echoed. vLLM would take "10" and true."""
-    value = fields[name]
-    least = 0 if echo else 1
-    if type(value) is not int or value < least:
-        raise ApiError(400, f"'{name}' must be an integer of at least {least}.", param=name)
 
 
 def _validation_error(error: ValidationError) -> ApiError:

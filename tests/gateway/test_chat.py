@@ -21,7 +21,7 @@ BAD_FIELDS = {
     "messages null": ({"messages": None}, 400, "messages"),
     "messages empty": ({"messages": []}, 400, "messages"),
     "messages a text": ({"messages": "hi"}, 400, "messages"),
-    "message no object": ({"messages": ["hi"]}, 400, "messages.0"),
+    "message no object": ({"messages": ["hi"]}, 400, "messages[0]"),
     "unknown model": ({"model": "nope"}, 404, "model"),
     "max_tokens 0": ({"max_tokens": 0}, 400, "max_tokens"),
     "max_tokens negative": ({"max_tokens": -1}, 400, "max_tokens"),
