@@ -18,5 +18,5 @@ def create_app(gateway: Gateway) -> FastAPI:
         app.include_router(router)
     # add_middleware puts each new layer outside the former: the last one is the outermost.
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes)
-    app.add_middleware(RequestScope, metrics=gateway.metrics)
+    app.add_middleware(RequestScope, metrics=gateway.metrics, audit=gateway.audit)
     return app

@@ -20,10 +20,14 @@ class RequestContext:
     method: str
     path: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    client: str | None = None
+    """Its network address, a proxy's word only where the proxy is trusted (gateway.trusted_proxies)."""
     client_request_id: str | None = None
     """The caller's X-Request-Id: echoed for tracing, never the engine's id."""
     received_at: float = field(default_factory=time.monotonic)
     principal: Principal | None = None
+    model: str | None = None
+    """The served model's or adapter's name, once the engine is asked; never the client's word."""
     stream: bool = False
     lean: bool = False
     """Whether its tokens take the lean path (server/engine/sink.py)."""
@@ -36,6 +40,8 @@ class RequestContext:
     outcome: Outcome | None = None
     """Set where the status alone does not tell: a client that left, a stream that broke."""
 
+    request_bytes: int = 0
+    """Bytes of the request's body that were read."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """Output tokens of all choices and prompts together."""

@@ -5,6 +5,7 @@ from typing import cast
 
 from starlette.requests import HTTPConnection
 
+from auth.audit import AuditLog
 from auth.store import KeyStore
 from metrics.requests import RequestMetrics
 from server.config import Settings
@@ -23,6 +24,7 @@ class Gateway:
     settings: Settings
     keys: KeyStore
     metrics: RequestMetrics
+    audit: AuditLog
     engine: Engine
     protocol: OpenAIProtocol | None = None
     """vLLM's serving classes; None until the worker is attached to an engine."""

@@ -1,5 +1,6 @@
 """The ASGI layers around the router, outermost first: RequestScope, BodyLimit."""
 
+import re
 import time
 
 import structlog
@@ -7,6 +8,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from auth.audit import AuditLog
 from metrics.requests import RequestMetrics
 from server.context import RequestContext
 from server.errors import ApiError, internal_error
@@ -14,6 +16,8 @@ from server.errors import ApiError, internal_error
 log = structlog.get_logger()
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_ADDRESS_CHARS = 45
+ADDRESS = re.compile(r"[0-9a-fA-F.:]+")
 QUIET_PATHS = frozenset({"/health", "/livez", "/readyz", "/metrics"})
 
 
@@ -24,9 +28,10 @@ class RequestScope:
     once. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
     """
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics, audit: AuditLog) -> None:
         self.app = app
         self.metrics = metrics
+        self.audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -35,6 +40,7 @@ class RequestScope:
             return
         ctx = RequestContext(method=scope["method"], path=scope["path"], send=send)
         ctx.client_request_id = _client_request_id(scope)
+        ctx.client = _client(scope)
         scope.setdefault("state", {})["context"] = ctx
         started = time.perf_counter()
         self.metrics.begin(ctx)
@@ -53,6 +59,8 @@ class RequestScope:
 
     def _end(self, ctx: RequestContext, duration_s: float) -> None:
         self.metrics.end(ctx, duration_s)
+        if ctx.path not in QUIET_PATHS:
+            self.audit.request_ended(ctx, duration_s)
         write = log.debug if ctx.path in QUIET_PATHS else log.info
         write(
             "request",
@@ -88,6 +96,12 @@ def _client_request_id(scope: Scope) -> str | None:
     return value if fine else None
 
 
+def _client(scope: Scope) -> str | None:
+    """The address, where it is one: a proxy may hand on any text."""
+    host = (scope.get("client") or (None,))[0]
+    return host if host and len(host) <= MAX_ADDRESS_CHARS and ADDRESS.fullmatch(host) else None
+
+
 class BodyTooLarge(Exception):
     """Raised from `receive` once the body has crossed the limit."""
 
@@ -106,16 +120,15 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("content-length", "")
         too_large = declared.isdigit() and int(declared) > self.max_bytes
-        received = 0
+        ctx: RequestContext = scope["state"]["context"]
 
         async def limited() -> Message:
-            nonlocal received
             if too_large:
                 raise BodyTooLarge
             message = await receive()
             if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > self.max_bytes:
+                ctx.request_bytes += len(message.get("body", b""))
+                if ctx.request_bytes > self.max_bytes:
                     raise BodyTooLarge
             return message
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import socket
@@ -13,12 +14,13 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from auth import audit
 from auth.store import KeyStore
 from server.config import Settings
 from server.config_sources import Loaded, SettingsError
 from server.engine import build
 from server.engine.stub_model import write_stub_model
-from server.logs import configure_logging
+from server.logs import configure_logging, engine_logging
 from server.tls import check_tls
 
 log = structlog.get_logger()
@@ -38,11 +40,14 @@ def run(loaded: Loaded) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
     check_tls(settings.gateway)
+    if (problem := audit.problem(settings.audit)) is not None:
+        raise SettingsError(problem)
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
     with tempfile.TemporaryDirectory(prefix="lapilli-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        _log_as_we_do(settings, Path(folder))
         # Before the slow import of vLLM: a wrong folder is told at once.
         model = _model(settings, Path(folder))
         # The workers are forked from a process that has imported everything once: they share its memory.
@@ -52,6 +57,13 @@ def run(loaded: Loaded) -> None:
             code = runner.run(_serve(settings, model, listeners, admin))
     if code:
         raise SystemExit(code)
+
+
+def _log_as_we_do(settings: Settings, folder: Path) -> None:
+    """Has vLLM's processes log as ours do: it reads the file when imported. A user's own file goes first."""
+    file = folder / "vllm-logging.json"
+    file.write_text(json.dumps(engine_logging(settings.log)))
+    os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
 
 
 def _model(settings: Settings, folder: Path) -> str:

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from prometheus_client import Counter, Gauge
 from prometheus_client.multiprocess import mark_process_dead
 
+from auth.audit import SUPERVISOR, AuditLog
 from server import __version__
 from server.config import Settings
 from server.engine.client import EngineState
@@ -115,6 +116,9 @@ class Supervisor:
         app = FastAPI(title="Lapilli admin", version=__version__, openapi_url=None)
         app.include_router(health_router(self._settings, self.health))
         admin = QuietServer(http_config(app, self._settings))
+        audit = AuditLog(self._settings.audit, SUPERVISOR)
+        audit.open()
+        audit.start()
         serving = asyncio.create_task(admin.serve(sockets=[self._admin]))
         for number, listener in enumerate(self._listeners, start=1):
             self._start_worker(f"worker-{number}", listener)
@@ -128,6 +132,7 @@ class Supervisor:
                 await self._host.stop()
             admin.should_exit = True
             await serving
+            await audit.close()
 
     def _end(self, code: int) -> None:
         if not self._stop.done():

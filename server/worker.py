@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 from sse_starlette.sse import AppStatus
 
+from auth.audit import AuditLog
 from auth.store import KeyStore
 from metrics import batched
 from metrics.requests import RequestMetrics
@@ -61,9 +62,13 @@ def run(plan: WorkerPlan) -> None:
     """Entry point of the process; returns when the supervisor says so or is gone."""
     setproctitle.setproctitle(f"lapilli-{plan.name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
-    configure_logging(plan.settings.log)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(plan))
+    configure_logging(plan.settings.log, sees_requests=True)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(plan))
+    except Exception:
+        log.critical("worker_failed", worker=plan.name, exc_info=True)
+        raise SystemExit(1) from None
 
 
 async def _serve(plan: WorkerPlan) -> None:
@@ -71,8 +76,11 @@ async def _serve(plan: WorkerPlan) -> None:
     keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
     await keys.open()
     metrics = RequestMetrics(settings.engine.public_model_name)
+    audit = AuditLog(settings.audit, plan.name)
+    await asyncio.to_thread(audit.open)
+    audit.start()
     gateway = Gateway(
-        settings, keys, metrics, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+        settings, keys, metrics, audit, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
     )
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
@@ -89,6 +97,7 @@ async def _serve(plan: WorkerPlan) -> None:
         tasks.cancel()
         batched.flush()
         worker.close()
+        await audit.close()
         await keys.close()
 
 

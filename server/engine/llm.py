@@ -40,6 +40,8 @@ class TrackedLLM(AsyncLLM):
         ctx = self.contexts.get(request_id.split("-", 2)[1]) if "-" in request_id else None
         if ctx is None:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
+        lora = kwargs.get("lora_request")
+        ctx.model = lora.lora_name if lora is not None else self.model_config.served_model_name
         streamed = sampling_params.output_kind is RequestOutputKind.DELTA
         times = TokenTimes(ctx, self._on_gap, streamed=streamed)
         if ctx.lean:
