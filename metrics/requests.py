@@ -18,7 +18,10 @@ BUCKETS_S = (
 )
 """1 ms to 10 min, with edges at the SLO limits of the dashboards (120, 300, 800 ms and 1.2 s)."""
 
-GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATION_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
+)
+"""What takes the engine's time, by path: counted and limited in flight."""
 
 
 class RequestMetrics:

@@ -1,10 +1,11 @@
 """One request's way through the gateway: who, what, when. Made first, finished last, and never a global."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from starlette.types import Send
 
@@ -35,6 +36,8 @@ class RequestContext:
     """The HTTP server's own `send`, past our layers: they look at an answer's start, never at its body."""
     write: Callable[[bytes], bool] | None = None
     """Sends one SSE event at once, False when it can't; set while the answer is an open stream."""
+    background: "asyncio.Future[Any] | None" = None
+    """Work that goes on after the answer: the request ends with it."""
     status: int | None = None
     """HTTP status sent; None while no response has begun."""
     outcome: Outcome | None = None

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
+import orjson
 import structlog
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -11,7 +12,19 @@ from starlette.responses import JSONResponse
 
 log = structlog.get_logger()
 
+RESPONSES_PATH = "/v1/responses"
+ANTHROPIC_PATH = "/v1/messages"
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""By status, as Anthropic's API documents them; it has 529 where we say 503."""
 
 
 class ApiError(Exception):
@@ -39,14 +52,35 @@ class ApiError(Exception):
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         return TYPES.get(self.status, default)
 
-    def body(self) -> dict[str, Any]:
-        """The JSON body: `{"error": {message, type, param, code}}`."""
+    def body(self, path: str) -> dict[str, Any]:
+        """The JSON body: `{"error": {message, type, param, code}}`, or Anthropic's under /v1/messages."""
+        if is_anthropic(path):
+            default = "api_error" if self.status >= 500 else "invalid_request_error"
+            kind = ANTHROPIC_TYPES.get(self.status, default)
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": fields}
 
-    def response(self) -> JSONResponse:
-        """The error as an HTTP answer."""
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+    def response(self, path: str) -> JSONResponse:
+        """The error as an HTTP answer, in the words of the API at `path`."""
+        return JSONResponse(self.body(path), self.status, headers=self.headers)
+
+    def event(self, path: str, number: int = 0) -> bytes:
+        """The SSE event that ends a stream that broke after its first byte.
+
+        `number` is the event's place in a stream of /v1/responses, whose events are numbered.
+        """
+        if path.startswith(RESPONSES_PATH):
+            code = self.code or self.type
+            body = {"type": "error", "code": code, "message": self.message, "param": self.param}
+            return b"event: error\ndata: " + orjson.dumps(body | {"sequence_number": number}) + b"\n\n"
+        name = b"event: error\n" if is_anthropic(path) else b""
+        return name + b"data: " + orjson.dumps(self.body(path)) + b"\n\n"
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether the API at `path` is Anthropic's, whose errors have another shape."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 def unauthorized(message: str) -> ApiError:
@@ -65,17 +99,18 @@ def internal_error() -> ApiError:
     return ApiError(500, "The server had an error while processing your request.", code="internal_error")
 
 
-async def _api_error(_request: Request, error: Exception) -> JSONResponse:
+async def _api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
-async def _http_error(_request: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     """Starlette's own: no such route, method not allowed."""
     assert isinstance(error, HTTPException)
     phrase = HTTPStatus(error.status_code).phrase
     code = phrase.lower().replace(" ", "_")
-    return ApiError(error.status_code, f"{phrase}.", code=code, headers=error.headers).response()
+    api_error = ApiError(error.status_code, f"{phrase}.", code=code, headers=error.headers)
+    return api_error.response(request.url.path)
 
 
 def install(app: FastAPI) -> None:

@@ -25,7 +25,8 @@ class RequestScope:
     """Makes the request's context, and is the one place where every request ends.
 
     However it ends (answer, exception, cancel, a client that left), the context is observed and logged
-    once. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
+    once; a request with work in the background ends with that. An exception that nobody mapped becomes a
+    500, or cuts the connection after the first byte.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics, audit: AuditLog) -> None:
@@ -53,9 +54,12 @@ class RequestScope:
             if ctx.status is not None:
                 ctx.outcome = "stream_error"
                 raise
-            await internal_error().response()(scope, receive, _noting_send(ctx, send))
+            await internal_error().response(ctx.path)(scope, receive, _noting_send(ctx, send))
         finally:
-            self._end(ctx, time.perf_counter() - started)
+            if ctx.background is None:
+                self._end(ctx, time.perf_counter() - started)
+            else:
+                ctx.background.add_done_callback(lambda _: self._end(ctx, time.perf_counter() - started))
 
     def _end(self, ctx: RequestContext, duration_s: float) -> None:
         self.metrics.end(ctx, duration_s)
@@ -144,4 +148,4 @@ class BodyLimit:
             code="request_too_large",
             headers={"Connection": "close"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)

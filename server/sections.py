@@ -88,6 +88,11 @@ class GatewaySettings(Section):
         le=1000,
         description="Milliseconds a token may wait to share a frame, only when the gateway lags; 0: never.",
     )
+    response_store_mib: int = Field(
+        64,
+        ge=0,
+        description="MiB (as JSON) of stored responses of /v1/responses, with one worker only; 0: none.",
+    )
 
 
 class AdminSettings(Section):

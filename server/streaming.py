@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import anyio
-import orjson
 import structlog
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
@@ -25,11 +24,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamBroken(Exception):
-    """The stream can't go on; `error` says why."""
+    """The stream can't go on; `error` says why. `number`: how many events came before, where they count."""
 
-    def __init__(self, error: ApiError) -> None:
+    def __init__(self, error: ApiError, number: int = 0) -> None:
         super().__init__(error.message)
         self.error = error
+        self.number = number
 
 
 async def until_disconnect(request: Request, ctx: RequestContext, work: Coroutine[Any, Any, T]) -> T:
@@ -164,19 +164,14 @@ async def _body(
     except StreamBroken as broken:
         finished = True
         ctx.outcome = "stream_error"
-        yield error_event(broken.error)
+        yield broken.error.event(ctx.path, broken.number)
     except Exception:
         finished = True
         ctx.outcome = "stream_error"
         log.exception("stream_error", request_id=ctx.id)
-        yield error_event(internal_error())
+        yield internal_error().event(ctx.path)
     finally:
         if not finished:
             ctx.outcome = "disconnected"
             first.cancel()
         await events.aclose()
-
-
-def error_event(error: ApiError) -> bytes:
-    """The SSE event that ends a stream that broke after its first byte."""
-    return b"data: " + orjson.dumps(error.body()) + b"\n\n"

@@ -1,5 +1,6 @@
 """vLLM's AsyncLLM, with token times noted on the request they belong to, and the lean way."""
 
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -8,7 +9,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import anyio
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -19,12 +21,14 @@ from server.engine.sink import TokenSink
 from server.engine.stats import BatchedStatLogger
 from server.engine.times import TokenTimes
 
+CONTEXT_ID = re.compile(r"[0-9a-f]{32}")
+
 
 class TrackedLLM(AsyncLLM):
     """AsyncLLM that tells each request's context when its tokens came, and knows the lean way.
 
-    The serving classes name engine requests `<kind>-<id>` or `<kind>-<id>-<n>`, with the id we gave
-    (`RequestContext.id`), which is how an output finds its context.
+    The serving classes name engine requests after the id we gave (`RequestContext.id`), with a kind before it
+    and a number after it (`cmpl-<id>-0`, `resp_<id>_0`), which is how an output finds its context.
     """
 
     def __init__(self, *, on_gap: Callable[[float, int], None], pace: OutputPace, **kwargs: Any) -> None:
@@ -37,7 +41,7 @@ class TrackedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> "AsyncGenerator[RequestOutput, None] | LeanRequest":
         """As AsyncLLM.generate; for a context marked `lean`, the request not yet sent (LeanRequest)."""
-        ctx = self.contexts.get(request_id.split("-", 2)[1]) if "-" in request_id else None
+        ctx = self._context(request_id)
         if ctx is None:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         lora = kwargs.get("lora_request")
@@ -48,6 +52,27 @@ class TrackedLLM(AsyncLLM):
             sink = TokenSink(ctx, times, self._pace)
             return LeanRequest(self, prompt, sampling_params, request_id, kwargs, sink)
         return _noting(super().generate(prompt, sampling_params, request_id, **kwargs), times)
+
+    def _context(self, request_id: str) -> RequestContext | None:
+        named = CONTEXT_ID.search(request_id)
+        return self.contexts.get(named.group()) if named else None
+
+    async def encode(
+        self, prompt: Any, pooling_params: PoolingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """As AsyncLLM.encode, noted; leaving early aborts (vLLM's aborts on a cancel alone)."""
+        ctx, finished = self._context(request_id), False
+        try:
+            async with aclosing(super().encode(prompt, pooling_params, request_id, **kwargs)) as outputs:
+                async for output in outputs:
+                    finished = output.finished
+                    if ctx is not None:
+                        ctx.prompt_tokens += len(output.prompt_token_ids)
+                    yield output
+        finally:
+            if not finished:
+                with anyio.CancelScope(shield=True):
+                    await self.abort(request_id)
 
 
 async def _noting(

@@ -1,4 +1,4 @@
-"""GET /v1/models."""
+"""GET /v1/models and /v1/models/{id}."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -9,6 +9,13 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The models this server offers."""
+    """The models this server offers: the base model and its LoRA adapters."""
     protocol = await ready_protocol(request)
-    return Response(await protocol.models(), media_type="application/json")
+    return Response(await protocol.models.list(), media_type="application/json")
+
+
+@router.get("/v1/models/{model:path}")
+async def model(request: Request, model: str) -> Response:
+    """One model."""
+    protocol = await ready_protocol(request)
+    return Response(await protocol.models.one(model), media_type="application/json")

@@ -71,6 +71,19 @@ def _canary(server: Server) -> None:
     assert answer.status_code == 200
 
 
+def test_several_workers_store_no_responses(pair: Server) -> None:
+    """Each worker has its own memory: what needs a store is refused with the reason, the rest works."""
+    path, body = "/v1/responses", {"input": "hi", "max_output_tokens": 2}
+    with pair.client() as client:
+        made = client.post(path, json=body)
+        assert made.status_code == 200
+        assert client.get(f"{path}/{made.json()['id']}").status_code == 404
+        for change in ({"store": True}, {"background": True}, {"previous_response_id": made.json()["id"]}):
+            refused = client.post(path, json=body | change)
+            assert refused.status_code == 400
+            assert "gateway.workers" in refused.json()["error"]["message"]
+
+
 def test_a_killed_worker_is_replaced(pair: Server) -> None:
     """Its streams are cut and aborted in the engine; the other's run to their end; the port stays open."""
     streams = Streams(pair, 12, max_tokens=150)

@@ -1,0 +1,21 @@
+"""POST /tokenize and /detokenize."""
+
+from fastapi import APIRouter, Request, Response
+
+from server.routes.access import ready_protocol
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """The token ids of a prompt, or of messages in the model's chat template."""
+    protocol = await ready_protocol(request)
+    return Response(await protocol.tokens.tokenize(await request.body()), media_type="application/json")
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    protocol = await ready_protocol(request)
+    return Response(await protocol.tokens.detokenize(await request.body()), media_type="application/json")
