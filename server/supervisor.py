@@ -196,7 +196,8 @@ class Supervisor:
     def _attach(self, worker: WorkerProcess) -> None:
         """Gives a worker a client slot of the running engine, when both are there."""
         host = self._host
-        if host is None or not worker.greeted or worker.host is host or self._state is EngineState.FAILED:
+        runs = self._state in (EngineState.CHECKING, EngineState.READY)
+        if host is None or not worker.greeted or worker.host is host or not runs:
             return
         slot = host.take_slot()
         if slot is None:
