@@ -2,8 +2,10 @@
 
 from fastapi import FastAPI
 
-from server import __version__, errors
+from server import __version__, errors, methods
+from server.cors import Cors
 from server.gateway import Gateway
+from server.methods import HeadAsGet
 from server.middleware import BodyLimit, RequestScope
 from server.routes import completions, messages, models, responses, tokens
 from server.routes.health import health_router
@@ -14,10 +16,14 @@ def create_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Lapilli", version=__version__, redirect_slashes=False)
     app.state.gateway = gateway
     errors.install(app)
+    methods.install(app)
     for noun in (completions, responses, messages, models, tokens):
         app.include_router(noun.router)
     app.include_router(health_router(gateway.settings, gateway.health))
     # add_middleware puts each new layer outside the former: the last one is the outermost.
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes)
     app.add_middleware(RequestScope, metrics=gateway.metrics, audit=gateway.audit)
+    if gateway.settings.gateway.cors_origins:
+        app.add_middleware(Cors, settings=gateway.settings.gateway)
     return app

@@ -1,7 +1,8 @@
-"""The ASGI layers around the router, outermost first: RequestScope, BodyLimit."""
+"""The ASGI layers around the router, RequestScope outside BodyLimit."""
 
 import re
 import time
+from collections.abc import Callable
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -42,11 +43,14 @@ class RequestScope:
         ctx = RequestContext(method=scope["method"], path=scope["path"], send=send)
         ctx.client_request_id = _client_request_id(scope)
         ctx.client = _client(scope)
-        scope.setdefault("state", {})["context"] = ctx
+        state = scope.setdefault("state", {})
+        state["context"] = ctx
+        # Taken out of the scope: it would tie scope and connection into a reference cycle.
+        send = _noting_send(ctx, send, state.pop("body_pending", None))
         started = time.perf_counter()
         self.metrics.begin(ctx)
         try:
-            await self.app(scope, receive, _noting_send(ctx, send))
+            await self.app(scope, receive, send)
         except ClientDisconnect:
             ctx.outcome = "disconnected"
         except Exception:
@@ -54,7 +58,7 @@ class RequestScope:
             if ctx.status is not None:
                 ctx.outcome = "stream_error"
                 raise
-            await internal_error().response(ctx.path)(scope, receive, _noting_send(ctx, send))
+            await internal_error().response(ctx.path)(scope, receive, send)
         finally:
             if ctx.background is None:
                 self._end(ctx, time.perf_counter() - started)
@@ -83,11 +87,16 @@ class RequestScope:
         )
 
 
-def _noting_send(ctx: RequestContext, send: Send) -> Send:
+def _noting_send(ctx: RequestContext, send: Send, body_pending: Callable[[], bool] | None) -> Send:
+    """`body_pending` (server/connection.py) tells whether the request's body is still arriving."""
+
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             ctx.status = message["status"]
-            MutableHeaders(scope=message)["X-Request-Id"] = ctx.client_request_id or ctx.id
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = ctx.client_request_id or ctx.id
+            if body_pending is not None and body_pending():
+                headers["Connection"] = "close"  # the rest of the body is not waited for
         await send(message)
 
     return noting

@@ -4,8 +4,9 @@ import json
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -27,13 +28,29 @@ def json_value(value: Any) -> Any:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
 
 
-def _networks(value: Any) -> Any:
-    """A list (or its JSON), or text with commas, of addresses and networks; each is written as a network."""
+def _texts(value: Any) -> tuple[str, ...]:
+    """A list (or its JSON), or text with commas."""
     if isinstance(value, str):
         value = json_value(value) if value.startswith("[") else value.split(",")
     if not isinstance(value, list | tuple):
-        raise ValueError("not a list of networks")
-    return tuple(str(ip_network(str(part).strip())) for part in value if str(part).strip())
+        raise ValueError("not a list")
+    return tuple(text for part in value if (text := str(part).strip()))
+
+
+def _networks(value: Any) -> Any:
+    """Addresses and networks; each is written as a network."""
+    return tuple(str(ip_network(text)) for text in _texts(value))
+
+
+def _origins(value: Any) -> Any:
+    """Origins as browsers send them (RFC 6454), or `*`: anything else would never match."""
+    origins = _texts(value)
+    for origin in origins:
+        parts = urlsplit(origin)
+        plain = f"{parts.scheme}://{parts.netloc}" == origin == origin.lower()
+        if origin != "*" and not (plain and parts.scheme and parts.hostname):
+            raise ValueError("an origin is scheme://host or scheme://host:port in lower case, or *")
+    return origins
 
 
 class GatewaySettings(Section):
@@ -88,6 +105,23 @@ class GatewaySettings(Section):
         le=1000,
         description="Milliseconds a token may wait to share a frame, only when the gateway lags; 0: never.",
     )
+    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = Field(
+        (), description="Origins whose web pages may call the API, or `*`; empty: no CORS headers."
+    )
+    cors_allow_credentials: bool = Field(
+        False, description="Let those pages send cookies (of a proxy in front); not together with `*`."
+    )
+    cors_max_age_s: int = Field(
+        600, ge=0, description="Seconds a browser may remember the answer to a CORS pre-flight."
+    )
+
+    @field_validator("cors_allow_credentials")
+    @classmethod
+    def _not_for_all(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and "*" in info.data.get("cors_origins", ()):
+            raise ValueError("not with cors_origins *: any page could act with its visitor's cookies")
+        return value
+
     response_store_mib: int = Field(
         64,
         ge=0,

@@ -117,6 +117,7 @@ def http_config(app: Any, settings: Settings, tls: ssl.SSLContext | None = None)
     return uvicorn.Config(
         app,
         http=connection_class(settings.gateway.request_timeout_s, settings.gateway.read_timeout_s),
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,

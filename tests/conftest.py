@@ -154,7 +154,8 @@ def children(pid: int, name: str) -> list[int]:
 @pytest.fixture(scope="session")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server over the stub engine, shared by all tests that only read and write requests."""
-    flags = ("--engine", "stub", "--stub.tokens_per_s", "200", "--gateway.max_body_bytes", str(2**20))
+    flags = ("--engine", "stub", "--stub.tokens_per_s", "200", "--gateway.max_body_bytes", str(2**20),
+             "--gateway.cors_origins", "https://app.example,http://localhost:3000")  # fmt: skip
     with running(tmp_path_factory.mktemp("stub"), *flags) as server:
         yield server
 

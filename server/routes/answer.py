@@ -8,6 +8,7 @@ from fastapi import Request, Response
 from server.context import RequestContext
 from server.gateway import context_of, gateway_of
 from server.protocol.answers import Answer
+from server.routes.body import json_body
 from server.streaming import stream_response, until_disconnect
 
 
@@ -16,7 +17,7 @@ async def answer(
 ) -> Response:
     """What `serve` makes of the body: JSON, or a stream of SSE events."""
     gateway, ctx = gateway_of(request), context_of(request)
-    body = await request.body()
+    body = await json_body(request)
     gateway.engine.track(ctx)
     return await send(request, await until_disconnect(request, ctx, serve(body, ctx)))
 

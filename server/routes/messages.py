@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.routes.access import ready_protocol
 from server.routes.answer import answer
+from server.routes.body import json_body
 
 router = APIRouter()
 
@@ -19,4 +20,6 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """The number of input tokens a message would have (Anthropic)."""
     protocol = await ready_protocol(request)
-    return Response(await protocol.messages.count_tokens(await request.body()), media_type="application/json")
+    return Response(
+        await protocol.messages.count_tokens(await json_body(request)), media_type="application/json"
+    )

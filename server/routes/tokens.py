@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from server.routes.access import ready_protocol
+from server.routes.body import json_body
 
 router = APIRouter()
 
@@ -11,11 +12,11 @@ router = APIRouter()
 async def tokenize(request: Request) -> Response:
     """The token ids of a prompt, or of messages in the model's chat template."""
     protocol = await ready_protocol(request)
-    return Response(await protocol.tokens.tokenize(await request.body()), media_type="application/json")
+    return Response(await protocol.tokens.tokenize(await json_body(request)), media_type="application/json")
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     protocol = await ready_protocol(request)
-    return Response(await protocol.tokens.detokenize(await request.body()), media_type="application/json")
+    return Response(await protocol.tokens.detokenize(await json_body(request)), media_type="application/json")

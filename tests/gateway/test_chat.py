@@ -132,7 +132,7 @@ def test_body_over_the_limit(stub: Server, chunked: bool) -> None:
     size = 2**20 + 1
     content = (b" " * 2**16 for _ in range(size // 2**16 + 1)) if chunked else b" " * size
     with stub.client() as client:
-        answer = client.post(CHAT, content=content)
+        answer = client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "request_too_large"
         assert client.post(CHAT, json={"messages": HI, "max_tokens": 1}).status_code == 200

@@ -34,6 +34,7 @@ def _connect(server: Server) -> socket.socket:
 def _request(server: Server, **more: object) -> bytes:
     body = json.dumps({"messages": [{"role": "user", "content": "go on"}]} | more).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n"
+    head += "Content-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -57,7 +58,7 @@ def test_unfinished_requests_are_closed(strict: Server, sent: str) -> None:
         else:
             connection.sendall(whole[sent])
         answer = _to_the_end(connection)
-    assert answer.startswith(b"HTTP/1.1 408") == (sent in ("part of the head", "part of the body"))
+    assert (b"HTTP/1.1 408" in answer) == (sent != "nothing")
     poll(strict.drained, "drained")
 
 

@@ -12,6 +12,7 @@ from tests.conftest import MODEL, Server, poll
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HI: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 INPUT: dict[str, Any] = {"model": MODEL, "input": "hi", "max_output_tokens": 5}
+JSON = {"Content-Type": "application/json"}
 LONG = INPUT | {"max_output_tokens": 20_000, "ignore_eos": True}
 
 
@@ -98,10 +99,10 @@ def test_message_errors_are_anthropics(stub: Server, stream: bool) -> None:
             assert refused.json()["type"] == "error"
         for change in ({"temperature": -1}, {"messages": []}, {"messages": "x"}, {"top_p": 7}, {"system": 5}):
             assert client.post(MESSAGES, json=HI | change | {"stream": stream}).status_code == 400
-        assert client.post(MESSAGES, content=b"{").json()["error"]["type"] == "invalid_request_error"
-        assert (
-            client.post(MESSAGES, content=b" " * (2**20 + 1)).json()["error"]["type"] == "request_too_large"
-        )
+        broken = client.post(MESSAGES, content=b"{", headers=JSON)
+        assert broken.json()["error"]["type"] == "invalid_request_error"
+        large = client.post(MESSAGES, content=b" " * (2**20 + 1), headers=JSON)
+        assert large.json()["error"]["type"] == "request_too_large"
         assert client.get(MESSAGES).json()["type"] == "error"
     no_key = httpx.post(stub.url + MESSAGES, json=HI)
     assert (no_key.status_code, no_key.json()["error"]["type"]) == (401, "authentication_error")

@@ -196,6 +196,21 @@ BAD_FLAGS = {
         "engine.enforce_eager = maybe (flag --engine.enforce_eager): "
         "Input should be a valid boolean, unable to interpret input",
     ),
+    "origin with a path": (
+        ["--gateway.cors_origins", "https://a.example/"],
+        "gateway.cors_origins = https://a.example/ (flag --gateway.cors_origins): "
+        "an origin is scheme://host or scheme://host:port in lower case, or *",
+    ),
+    "host for an origin": (
+        ["--gateway.cors_origins", "https://a.example,b.example"],
+        "gateway.cors_origins = https://a.example,b.example (flag --gateway.cors_origins): "
+        "an origin is scheme://host or scheme://host:port in lower case, or *",
+    ),
+    "credentials for all": (
+        ["--gateway.cors_origins", "*", "--gateway.cors_allow_credentials", "true"],
+        "gateway.cors_allow_credentials = true (flag --gateway.cors_allow_credentials): "
+        "not with cors_origins *: any page could act with its visitor's cookies",
+    ),
     "json": (
         ["--engine.args", "{'hf_token': 'hunter2'}"],
         "engine.args = *** (flag --engine.args): "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from metrics.audit import AuditMetrics
 from metrics.requests import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 def test_every_metric_is_documented() -> None:
     """Each `lapilli_*` family stands in docs/operations.md."""
     text = (ROOT / "docs" / "operations.md").read_text()
-    families = list(RequestMetrics("m").registry.collect())
+    families = [*RequestMetrics("m").registry.collect(), *AuditMetrics().registry.collect()]
     assert families
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
