@@ -21,6 +21,7 @@ from auth.audit_file import RotatingFile
 from auth.audit_lane import FileSink, Lane, Record, Sink, SpoolSink
 from auth.audit_records import request_record
 from auth.hec import Collector, HecSender
+from auth.principal import Principal
 from auth.spool import Spool, hold_own, orphans
 from metrics.audit import AuditMetrics
 from server.auth_sections import AuditSettings
@@ -118,6 +119,10 @@ class AuditLog:
             return
         for lane in self._lanes:
             lane.put(encoded)
+
+    def keeps_content(self, principal: Principal | None) -> bool:
+        """Whether this caller's records hold prompts and outputs."""
+        return principal is not None and principal.tenant in self._settings.content_tenants
 
     def request_ended(self, ctx: RequestContext, duration_s: float) -> None:
         """Emits the record of a request."""

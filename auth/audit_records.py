@@ -1,4 +1,4 @@
-"""What an audit record holds: who, what, when, how much, how it ended; content only where it is handed in."""
+"""What an audit record holds: who, what, when, how much, how it ended."""
 
 import os
 import time
@@ -13,12 +13,10 @@ from server.context import RequestContext
 MAX_TEXT_CHARS = 256
 
 
-def request_record(
-    ctx: RequestContext, duration_s: float, process: str, content: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def request_record(ctx: RequestContext, duration_s: float, process: str) -> dict[str, Any]:
     """The record of a request that has ended. Times are seconds, sizes bytes and tokens; None: not known."""
     principal = ctx.principal
-    record = {
+    record: dict[str, Any] = {
         "event_id": ctx.id,
         "event": "request",
         "time": _utc(time.time() - duration_s),
@@ -45,7 +43,9 @@ def request_record(
         "process": process,
         "pid": os.getpid(),
     }
-    return record if content is None else {**record, "content": content}
+    if ctx.content is not None:
+        record["content"] = ctx.content.fields()
+    return record
 
 
 def admin_record(

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
+from auth.audit_content import Content
 from auth.principal import Principal
 
 Outcome = Literal["ok", "client_error", "server_error", "disconnected", "stream_error"]
@@ -45,6 +46,8 @@ class RequestContext:
 
     request_bytes: int = 0
     """Bytes of the request's body that were read."""
+    content: Content | None = None
+    """Body and answer, only for a tenant whose audit records hold them."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """Output tokens of all choices and prompts together."""
@@ -74,3 +77,16 @@ class RequestContext:
         if self.first_token_at is None or self.last_token_at is None or self.longest_choice_tokens < 2:
             return None
         return (self.last_token_at - self.first_token_at) / (self.longest_choice_tokens - 1)
+
+
+def keep_content(ctx: RequestContext, body: bytes) -> None:
+    """From now on the context gathers what is answered, beside `body`."""
+    ctx.content = content = Content(body)
+    send = ctx.send
+    assert send is not None
+
+    async def keeping(message: Message) -> None:
+        await send(message)
+        content.answered(message.get("body", b""))
+
+    ctx.send = keeping

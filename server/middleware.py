@@ -98,6 +98,8 @@ def _noting_send(ctx: RequestContext, send: Send, body_pending: Callable[[], boo
             if body_pending is not None and body_pending():
                 headers["Connection"] = "close"  # the rest of the body is not waited for
         await send(message)
+        if ctx.content is not None:
+            ctx.content.answered(message.get("body", b""))
 
     return noting
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from server.context import RequestContext
+from server.context import RequestContext, keep_content
 from server.gateway import context_of, gateway_of
 from server.protocol.answers import Answer
 from server.routes.body import json_body
@@ -18,6 +18,8 @@ async def answer(
     """What `serve` makes of the body: JSON, or a stream of SSE events."""
     gateway, ctx = gateway_of(request), context_of(request)
     body = await json_body(request)
+    if gateway.audit.keeps_content(ctx.principal):
+        keep_content(ctx, body)
     gateway.engine.track(ctx)
     return await send(request, await until_disconnect(request, ctx, serve(body, ctx)))
 

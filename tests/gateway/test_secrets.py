@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.hec import TOKEN, Collector
 from tests.conftest import Server, children, poll, running
-from tests.hec import TOKEN, Collector
 
 CHAT = "/v1/chat/completions"
 WORDS = {name: f"zq{name}7f3a91" for name in ("prompt", "key", "args", "user", "header", "field", "output")}
@@ -122,7 +122,7 @@ def _bad_requests(client: httpx.Client) -> Iterator[httpx.Response]:
 
 def test_no_marker_anywhere(watched: Server, collector: Collector) -> None:
     """200, streams, every kind of 4xx, disconnect, and an engine that dies; at log level debug."""
-    with watched.client(**{"X-Marker": WORDS["header"]}) as client:
+    with watched.client(**{"X-Marker": WORDS["header"], "Content-Type": "application/json"}) as client:
         assert client.post(CHAT, json=GOOD).status_code == 200
         with client.stream("POST", CHAT, json=GOOD | {"stream": True}) as answer:
             assert b"[DONE]" in answer.read()

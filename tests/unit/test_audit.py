@@ -14,10 +14,10 @@ from auth.audit import SUPERVISOR, AuditLog, problem
 from auth.audit_file import RotatingFile
 from auth.audit_records import admin_record, request_record
 from auth.principal import Principal
+from benchmarks.hec import TOKEN, Collector
 from metrics.audit import AuditMetrics
 from server.auth_sections import AuditSettings
 from server.context import RequestContext
-from tests.hec import TOKEN, Collector
 
 
 def _settings(folder: Path, **more: object) -> AuditSettings:

@@ -11,8 +11,8 @@ import pytest
 from auth import hec
 from auth.hec import HecSender
 from auth.spool import Spool
+from benchmarks.hec import TOKEN, Collector
 from metrics.audit import AuditMetrics
-from tests.hec import TOKEN, Collector
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_all_is_delivered_once_in_order(collector: Collector, tmp_path: Path) ->
     """Nothing goes wrong: nothing comes twice; with acknowledgement, without, and where it was hoped for."""
 
     async def run(folder: str, *, ack: bool) -> None:
-        collector.events.clear()
+        collector.ids.clear()
         async with sending(tmp_path / folder, collector, ack=ack) as to:
             to.put(100)
             await to.until_delivered()

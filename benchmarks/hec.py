@@ -1,4 +1,4 @@
-"""A Splunk HTTP Event Collector for tests, which can fail, hang, answer slowly, and lose what it has."""
+"""A Splunk HTTP Event Collector for tests and soaks: it can fail, hang, answer slowly, lose what it has."""
 
 import gzip
 import json
@@ -14,9 +14,13 @@ TOKEN = "b0221cd8-c4b4-465a-9a3c-273e3a75aa29"
 class Collector:
     """Collects events on a free loopback port. Everything that it does wrong is an attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_events: bool = True) -> None:
+        """Without `keep_events` only the ids stay in memory."""
+        self._keep_events = keep_events
+        self.ids: list[str] = []
+        """`event_id` of all events in the order of their arrival, repeats too."""
         self.events: list[dict[str, Any]] = []
-        """Event objects in the order of their arrival, repeats too."""
+        """The event objects, in the same order."""
         self.requests = 0
         self.statuses: list[tuple[int, int]] = []
         """Answers (HTTP status, HEC code) for the next deliveries, then all is well again."""
@@ -32,7 +36,8 @@ class Collector:
         self._indexed: dict[str, dict[int, bool]] = {}
         self._lock = threading.Lock()
         self._released = threading.Event()
-        self._server: ThreadingHTTPServer | None = None
+        self.server: ThreadingHTTPServer | None = None
+        """None while it is down."""
         self._port = 0
 
     @property
@@ -40,29 +45,24 @@ class Collector:
         """What `audit.hec_url` is set to."""
         return f"http://127.0.0.1:{self._port}"
 
-    @property
-    def ids(self) -> list[str]:
-        """`event_id` of all events, in order of arrival."""
-        return [event["event"]["event_id"] for event in list(self.events)]
-
     def start(self) -> "Collector":
         """Starts, on the same port as before; acknowledgement ids begin at 0 again."""
         self._released.clear()
         self._indexed = {}
         handler = type("Handler", (_Handler,), {"collector": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
-        self._server.daemon_threads = True
-        self._port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self.server = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
+        self.server.daemon_threads = True
+        self._port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def stop(self) -> None:
         """Ends; connections are refused then. What it has is kept."""
         self._released.set()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        if self.server is not None:
+            self.server.shutdown()
+            self.server.server_close()
+            self.server = None
 
     def __enter__(self) -> "Collector":
         return self.start()
@@ -86,7 +86,9 @@ class Collector:
             if self.forget_acks:
                 self.forget_acks -= 1
                 return 200, self._answer(channel, indexed=False)
-            self.events += [json.loads(line) for line in body.splitlines()]
+            events = [json.loads(line) for line in body.splitlines()]
+            self.ids += [event["event"]["event_id"] for event in events]
+            self.events += events if self._keep_events else []
             return 200, self._answer(channel, indexed=True)
 
     def _answer(self, channel: str | None, *, indexed: bool) -> dict[str, Any]:
@@ -113,6 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
         collector = self.collector
         body = self.rfile.read(int(self.headers["Content-Length"]))
         assert self.headers["Content-Encoding"] == "gzip"
+        if self.server is not collector.server:  # it has ended, this connection with it
+            self.close_connection = True
+            return
         if collector.hang:
             collector.wait_released()
             self.close_connection = True
