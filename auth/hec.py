@@ -138,6 +138,8 @@ class HecSender:
         body = await asyncio.to_thread(gzip.compress, data, 5)
         answer, reply, wait_s = await self._post(EVENT_PATH, body)
         if answer == "accepted":
+            if self._failures:
+                log.info("audit_collector_back")
             self._failures = 0
             await self._accepted(segment, num_records, reply)
             return True

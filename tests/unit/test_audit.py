@@ -17,6 +17,8 @@ from auth.principal import Principal
 from benchmarks.hec import TOKEN, Collector
 from metrics.audit import AuditMetrics
 from server.auth_sections import AuditSettings
+from server.cli import run_command
+from server.config_sources import SettingsError, load_settings
 from server.context import RequestContext
 
 
@@ -206,6 +208,19 @@ def test_settings_that_can_not_work_are_one_line(tmp_path: Path) -> None:
     whole = _settings(tmp_path, hec_url="https://c:8088/services/collector/event")
     assert whole.hec_url == "https://c:8088"
     assert TOKEN not in repr(whole)
+
+
+def test_the_token_is_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """`lapilli config` masks it, as a table and as JSON; errors do not quote it."""
+    flags = ["--audit.hec_token", TOKEN]
+    for command in (["config", *flags], ["config", "--json", *flags]):
+        run_command(command)
+    shown = capsys.readouterr()
+    assert TOKEN not in shown.out
+    assert "***" in shown.out
+    with pytest.raises(SettingsError) as caught:
+        load_settings([], {"LAPILLI_AUDIT__HEC_TOKEN": TOKEN, "LAPILLI_AUDIT__FILE_KEEP": "x"})
+    assert TOKEN not in str(caught.value)
 
 
 def test_what_a_record_holds() -> None:
