@@ -24,7 +24,7 @@ from auth.hec import Collector, HecSender
 from auth.principal import Principal
 from auth.spool import Spool, hold_own, orphans
 from metrics.audit import AuditMetrics
-from server.auth_sections import AuditSettings
+from server.audit_sections import AuditSettings
 from server.context import RequestContext
 
 log = structlog.get_logger()

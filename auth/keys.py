@@ -6,19 +6,18 @@ import re
 import secrets
 from collections.abc import Iterable
 
+from auth.errors import BadCredentials
+
 KEY_MARK = "lapilli_"
 """Start of each key, so that secret scanners can know one."""
 PREFIX_CHARS = len(KEY_MARK) + 4
 """Characters of a key that may be shown: 4 of the 43 secret ones."""
-MAX_CREDENTIAL_BYTES = 512
+MAX_CREDENTIAL_BYTES = 8192
+"""A key has 51; tokens have more."""
 
 _KEY = re.compile(rf"{KEY_MARK}[A-Za-z0-9_-]{{43}}")
 _TOKEN68 = re.compile(rb"[A-Za-z0-9._~+/-]+=*")
 _BEARER = re.compile(rb"bearer +(.*)", re.IGNORECASE | re.DOTALL)
-
-
-class BadCredentials(Exception):
-    """No usable API key in the headers (401). The message is for the client and quotes nothing it sent."""
 
 
 def new_key() -> str:

@@ -1,153 +1,99 @@
-"""Where API keys are kept: a database of hashes, and a cache of the keys in use."""
+"""What people do with API keys. Running servers see it within `auth.refresh_s`; auth/cache.py checks keys."""
 
-import asyncio
 import builtins
-import hmac
-import os
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from sqlalchemy import (
-    Column,
-    Index,
-    MetaData,
-    String,
-    Table,
-    event,
-    exists,
-    func,
-    insert,
-    literal,
-    select,
-    update,
-)
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
-from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy import bindparam, exists, insert, literal, select, update
+from sqlalchemy.exc import IntegrityError
 
-from auth.keys import PREFIX_CHARS, hash_key, is_key, new_key
-from auth.principal import DEFAULT_TENANT, Principal
+from auth import records
+from auth.database import Database
+from auth.keys import PREFIX_CHARS, hash_key, new_key
+from auth.principal import DEFAULT_TENANT
+from auth.records import ApiKey, KeyIsDead, UnknownKey, UnknownTenant
+from auth.schema import api_keys, tenants
 
 FIRST_KEY_ID = "key_first"
-MAX_NAME_CHARS = 100
-SQLITE_BUSY_MS = 10_000
+DEFAULT_OVERLAP_S = 24 * 3600.0
+MAX_OVERLAP_S = 90 * 24 * 3600.0
 
-_metadata = MetaData()
-_api_keys = Table(
-    "api_keys",
-    _metadata,
-    Column("id", String(32), primary_key=True),
-    Column("name", String(MAX_NAME_CHARS), nullable=False),
-    Column("prefix", String(32), nullable=False),
-    Column("hash", String(64), nullable=False, unique=True),
-    Column("created_at", String(32), nullable=False),
-    Column("revoked_at", String(32)),
-)
-_revoked_index = Index("api_keys_revoked_at", _api_keys.c.revoked_at)
-_shown_columns = [column for column in _api_keys.c if column.name != "hash"]
-
-
-class KeyStoreUnavailable(Exception):
-    """The database cannot be used now (503); the message is one line and holds no secret."""
-
-
-class UnknownKey(Exception):
-    """No API key has this id."""
-
-
-@dataclass(frozen=True)
-class ApiKey:
-    """One key as it may be shown. Times are UTC, ISO 8601; `revoked_at` is None while the key is good."""
-
-    id: str
-    name: str
-    prefix: str
-    created_at: str
-    revoked_at: str | None
+_HIDDEN = {"hash", "previous_hash", "changed"}
+SHOWN = [column for column in api_keys.c if column.name not in _HIDDEN]
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "name": records.key_name,
+    "services": records.services,
+    "scopes": records.scopes,
+    "limits": records.limits,
+    "expires_at": records.expiry,
+}
+DEFAULTS: dict[str, Any] = {"services": None, "scopes": None, "limits": {}, "expires_at": None}
 
 
 class KeyStore:
-    """API keys in a database, with the good ones in use cached in memory.
+    """API keys in the database: hashes, never secrets.
 
-    A cached key costs no database call, but for one small query every `refresh_s` seconds, which sees what
-    other processes created or revoked. An unknown key costs one indexed look-up and no memory. All methods
-    raise KeyStoreUnavailable when the database fails; `authenticate` then does not trust old answers.
+    Bad values are ValueError; a failing database is KeyStoreUnavailable.
     """
 
-    def __init__(
-        self, database_url: str, *, refresh_s: float = 2.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._database_url = database_url
-        self._refresh_s = refresh_s
-        self._clock = clock
-        self._engine: AsyncEngine | None = None
-        self._cache: dict[str, Principal] = {}
-        self._pending: dict[str, asyncio.Future[Principal | None]] = {}
-        self._counts: tuple[int, int] | None = None
-        self._fresh_until = float("-inf")
-        self._refresh_lock = asyncio.Lock()
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
-    async def open(self) -> None:
-        """Connect, and create the table (and for SQLite the folder and file) where missing."""
-        try:
-            url = make_url(self._database_url)
-            _prepare_sqlite_file(url)
-            self._engine = create_async_engine(url)
-        except (SQLAlchemyError, ImportError, OSError) as error:
-            raise KeyStoreUnavailable(f"key database: {error}".splitlines()[0]) from error
-        if url.get_backend_name() == "sqlite":
-            event.listen(self._engine.sync_engine, "connect", _configure_sqlite)
-        try:
-            async with self._transaction() as connection:
-                await connection.execute(CreateTable(_api_keys, if_not_exists=True))
-                await connection.execute(CreateIndex(_revoked_index, if_not_exists=True))
-        except KeyStoreUnavailable:
-            await self.close()
-            raise
+    async def create(self, name: str, tenant: str = DEFAULT_TENANT, **values: Any) -> tuple[ApiKey, str]:
+        """A new key and its secret, which is not kept: `services`, `scopes`, `limits`, `expires_at`.
 
-    async def close(self) -> None:
-        """Close all connections; safe to call twice."""
-        if self._engine is not None:
-            await self._engine.dispose()
-            self._engine = None
-
-    async def create(self, name: str) -> tuple[ApiKey, str]:
-        """A new key and its secret, which is not kept. Raises ValueError for a bad name."""
-        if not name.strip() or len(name) > MAX_NAME_CHARS or not name.isprintable():
-            raise ValueError(f"a key's name has 1 to {MAX_NAME_CHARS} printable characters")
+        Raises UnknownTenant.
+        """
         secret = new_key()
-        row = _row("key_" + secrets.token_hex(6), name, secret)
-        async with self._transaction() as connection:
-            await connection.execute(insert(_api_keys).values(row))
+        row = _row(
+            "key_" + secrets.token_hex(6), tenant, secret, _checked(DEFAULTS | values | {"name": name})
+        )
+        owner = select(tenants.c.name).where(tenants.c.name == tenant)
+        async with self._database.writing() as connection:
+            if (await connection.execute(owner)).one_or_none() is None:
+                raise UnknownTenant
+            await connection.execute(insert(api_keys).values(row))
         return _api_key(row), secret
 
-    async def list(self) -> builtins.list[ApiKey]:
-        """All keys, revoked ones too, oldest first."""
-        query = select(*_shown_columns).order_by(_api_keys.c.created_at, _api_keys.c.id)
-        async with self._transaction() as connection:
+    async def list(self, tenant: str | None = None) -> builtins.list[ApiKey]:
+        """All keys, or a tenant's, revoked ones too, oldest first."""
+        query = select(*SHOWN).order_by(api_keys.c.created_at, api_keys.c.id)
+        if tenant is not None:
+            query = query.where(api_keys.c.tenant == tenant)
+        async with self._database.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
         return [_api_key(dict(row)) for row in rows]
 
-    async def revoke(self, key_id: str) -> ApiKey:
-        """Make the key useless, here at once and elsewhere within their `refresh_s`; again is no error.
+    async def change(self, key_id: str, **values: Any) -> ApiKey:
+        """Set the given values; `limits` replaces all of them. Raises UnknownKey, KeyIsDead."""
+        return await self._update(key_id, _checked(values))
 
-        Raises UnknownKey.
+    async def rotate(self, key_id: str, overlap_s: float = DEFAULT_OVERLAP_S) -> tuple[ApiKey, str]:
+        """A new secret for the key, whose id and limits stay; the old one is good `overlap_s` seconds more.
+
+        A secret from before an earlier rotation ends at once. Raises UnknownKey, KeyIsDead.
         """
-        change = update(_api_keys).where(_api_keys.c.id == key_id, _api_keys.c.revoked_at.is_(None))
-        query = select(*_shown_columns).where(_api_keys.c.id == key_id)
-        async with self._transaction() as connection:
-            await connection.execute(change.values(revoked_at=_now()))
-            row = (await connection.execute(query)).mappings().one_or_none()
-        self._fresh_until = float("-inf")
+        if not 0 <= overlap_s <= MAX_OVERLAP_S:
+            raise ValueError(f"the overlap is 0 to {MAX_OVERLAP_S:.0f} seconds")
+        secret = new_key()
+        values = {
+            "hash": hash_key(secret),
+            "prefix": secret[:PREFIX_CHARS],
+            "previous_hash": api_keys.c.hash if overlap_s else None,
+            "previous_expires_at": records.later(overlap_s) if overlap_s else None,
+        }
+        return await self._update(key_id, values), secret
+
+    async def revoke(self, key_id: str) -> ApiKey:
+        """Make the key useless, its old secrets too; again is no error. Raises UnknownKey."""
+        this = api_keys.c.id == key_id
+        async with self._database.changing() as (connection, changed):
+            change = update(api_keys).where(this, api_keys.c.revoked_at.is_(None))
+            await connection.execute(change.values(revoked_at=records.now(), changed=changed))
+            row = (await connection.execute(select(*SHOWN).where(this))).mappings().one_or_none()
         if row is None:
-            raise UnknownKey(key_id)
+            raise UnknownKey
         return _api_key(dict(row))
 
     async def ensure_first_key(self) -> str | None:
@@ -156,110 +102,57 @@ class KeyStore:
         Of several processes that ask at once one gets the key: the fixed id cannot be inserted twice.
         """
         secret = new_key()
-        row = _row(FIRST_KEY_ID, "first", secret)
-        values = select(*[literal(value) for value in row.values()]).where(~exists(select(_api_keys.c.id)))
+        row = _row(FIRST_KEY_ID, DEFAULT_TENANT, secret, DEFAULTS | {"name": "first"})
+        values = [literal(value, api_keys.c[name].type) for name, value in row.items()]
+        source = select(*values).where(~exists(select(api_keys.c.id)))
         try:
-            async with self._transaction() as connection:
-                result = await connection.execute(insert(_api_keys).from_select(list(row), values))
+            async with self._database.writing() as connection:
+                result = await connection.execute(insert(api_keys).from_select(list(row), source))
         except IntegrityError:
             return None
         return secret if result.rowcount == 1 else None
 
-    async def authenticate(self, key: str) -> Principal | None:
-        """Whose key this is; None for one that is unknown or revoked."""
-        if not is_key(key):
-            return None
-        digest = hash_key(key)
-        await self._refresh()
-        if (principal := self._cache.get(digest)) is not None:
-            return principal
-        # Requests with one key that come together share one look-up, not the whole pool of connections.
-        pending = self._pending.get(digest)
-        if pending is None:
-            pending = self._pending[digest] = asyncio.ensure_future(self._look_up(digest))
-            pending.add_done_callback(lambda _: self._pending.pop(digest, None))
-        return await asyncio.shield(pending)
+    async def touch(self, key_ids: Iterable[str]) -> None:
+        """Note that these keys were used just now. Not a change: no cache drops anything."""
+        # Sorted, so that two workers lock rows in one order.
+        values = [{"key_id": key_id} for key_id in sorted(key_ids)]
+        change = update(api_keys).where(api_keys.c.id == bindparam("key_id"))
+        async with self._database.writing() as connection:
+            await connection.execute(change.values(last_used_at=records.now()), values)
 
-    async def _look_up(self, digest: str) -> Principal | None:
-        query = select(_api_keys.c.id, _api_keys.c.name, _api_keys.c.hash)
-        query = query.where(_api_keys.c.hash == digest, _api_keys.c.revoked_at.is_(None))
-        counts = self._counts
-        async with self._transaction() as connection:
-            row = (await connection.execute(query)).one_or_none()
-        if row is None or not hmac.compare_digest(row.hash, digest):
-            return None
-        principal = Principal(tenant=DEFAULT_TENANT, key_id=row.id, key_name=row.name)
-        # A refresh during the query may have seen a revocation that the query did not.
-        if counts == self._counts:
-            self._cache[digest] = principal
-        return principal
-
-    async def _refresh(self) -> None:
-        """Empty the cache if keys were created or revoked; asks the database at most once per `refresh_s`.
-
-        Rows are never deleted and a revocation is never undone, so two counts tell of every change.
-        """
-        if self._clock() < self._fresh_until:
-            return
-        async with self._refresh_lock:
-            now = self._clock()
-            if now < self._fresh_until:
-                return
-            query = select(func.count(), func.count(_api_keys.c.revoked_at)).select_from(_api_keys)
-            async with self._transaction() as connection:
-                total, revoked = (await connection.execute(query)).one()
-            if (total, revoked) != self._counts:
-                self._cache.clear()
-                self._counts = (total, revoked)
-            self._fresh_until = now + self._refresh_s
-
-    @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
-        if self._engine is None:
-            raise KeyStoreUnavailable("key database: not open")
-        try:
-            async with self._engine.begin() as connection:
-                yield connection
-        except IntegrityError:
-            raise
-        except (SQLAlchemyError, OSError) as error:
-            # The cause alone: SQLAlchemy's own text repeats the statement and its parameters.
-            cause = error.orig if isinstance(error, DBAPIError) else error
-            raise KeyStoreUnavailable(f"key database: {cause}".splitlines()[0]) from error
+    async def _update(self, key_id: str, values: dict[str, Any]) -> ApiKey:
+        this = api_keys.c.id == key_id
+        async with self._database.changing() as (connection, changed):
+            query = select(api_keys.c.revoked_at, api_keys.c.expires_at).where(this)
+            found = (await connection.execute(query)).one_or_none()
+            if found is None:
+                raise UnknownKey
+            if found.revoked_at or (found.expires_at and found.expires_at <= records.now()):
+                raise KeyIsDead
+            await connection.execute(update(api_keys).where(this).values(values | {"changed": changed}))
+            row = (await connection.execute(select(*SHOWN).where(this))).mappings().one()
+        return _api_key(dict(row))
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    for name in values:
+        if name not in _CHECKS:
+            raise ValueError(f"a key has no {name!r}; it has {', '.join(_CHECKS)}")
+    return {name: _CHECKS[name](value) for name, value in values.items()}
 
 
-def _row(key_id: str, name: str, secret: str) -> dict[str, str | None]:
-    return {
+def _row(key_id: str, tenant: str, secret: str, values: dict[str, Any]) -> dict[str, Any]:
+    unset = dict.fromkeys(("last_used_at", "revoked_at", "previous_hash", "previous_expires_at"))
+    made = {
         "id": key_id,
-        "name": name,
+        "tenant": tenant,
         "prefix": secret[:PREFIX_CHARS],
         "hash": hash_key(secret),
-        "created_at": _now(),
-        "revoked_at": None,
+        "created_at": records.now(),
+        "changed": 0,
     }
+    return unset | values | made
 
 
 def _api_key(row: dict[str, Any]) -> ApiKey:
-    return ApiKey(**{column.name: row[column.name] for column in _shown_columns})
-
-
-def _prepare_sqlite_file(url: URL) -> None:
-    """Folder (0700) and file (0600) of an SQLite database; SQLite gives its WAL files the same mode."""
-    if url.get_backend_name() != "sqlite" or url.database in (None, "", ":memory:"):
-        return
-    path = Path(str(url.database))
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-
-
-def _configure_sqlite(connection: Any, _record: Any) -> None:
-    """Writers wait for each other (busy_timeout), readers wait for nobody (WAL)."""
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout={SQLITE_BUSY_MS}")
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=NORMAL")
-    cursor.close()
+    return ApiKey(**{column.name: row[column.name] for column in SHOWN})

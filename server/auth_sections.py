@@ -1,16 +1,18 @@
 """The sections of the settings tree that say who may call, and how much."""
 
+import ipaddress
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
-from server.sections import Section, json_value
+from server.sections import Section
 
 STATE_DATABASE = "lapilli/lapilli.db"
 STATE_AUDIT_FILE = "lapilli/audit/audit.jsonl"
@@ -65,70 +67,81 @@ class AuthSettings(Section):
         description="SQLAlchemy URL with an async driver; a missing SQLite folder is made, mode 0700.",
     )
     refresh_s: float = Field(
-        2.0, gt=0, description="Seconds within which a running server sees keys created or revoked elsewhere."
+        2.0,
+        gt=0,
+        le=5,
+        description="Seconds within which a running server sees keys created or revoked elsewhere.",
+    )
+    max_cached_keys: int = Field(
+        100_000, ge=1, description="Most API keys a worker keeps in memory, at some 600 bytes each."
+    )
+    migrate: bool = Field(
+        True, description="Bring the database's tables up to date at start; else `lapilli db upgrade` must."
     )
 
 
-def _names(value: Any) -> Any:
-    """A list (or its JSON), or text with commas."""
-    if isinstance(value, str):
-        value = json_value(value) if value.startswith("[") else value.split(",")
-    return tuple(part.strip() for part in value if part.strip()) if isinstance(value, list) else value
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+"""Asymmetric ones alone: with `none` or HS256 a token could be made by anybody who knows the public key."""
 
 
-def _collector_url(value: str) -> str:
-    """Scheme, host and port (and a proxy's path) of a collector; its own path is known."""
-    url = urlsplit(value.rstrip("/"))
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ValueError("not an http or https URL")
-    if url.username is not None or url.password is not None or url.query:
-        raise ValueError("must hold neither user nor query: the token has a setting of its own")
-    return url.geturl().split("/services/collector")[0]
+def is_safe_url(value: str) -> bool:
+    """Whether `value` is an https address, or an http one of this machine."""
+    try:
+        parts = urlsplit(value)
+        host = parts.hostname or ""
+    except ValueError:
+        return False
+    if parts.scheme == "https":
+        return bool(host)
+    try:
+        return parts.scheme == "http" and (host == "localhost" or ipaddress.ip_address(host).is_loopback)
+    except ValueError:
+        return False
 
 
-class AuditSettings(Section):
-    """The audit trail: one record for each request and each admin action."""
+def _safe_url(value: str) -> str:
+    if not is_safe_url(value):
+        raise ValueError("not an https address (http is for this machine alone)")
+    return value
 
-    file: Path | None = Field(
-        default_factory=lambda: state_folder(os.environ) / STATE_AUDIT_FILE,
-        description="File of records, one JSON object a line, mode 0600; null: none.",
+
+def _algorithms(value: Any) -> Any:
+    """Environment and flags carry a list as text, with commas or as JSON."""
+    if not isinstance(value, str):
+        return value
+    return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",")]
+
+
+class JwtSettings(Section):
+    """Bearer tokens (JWT) of an OpenID Connect issuer; off unless `issuer` is set. See docs/tokens.md."""
+
+    issuer: Annotated[str, AfterValidator(_safe_url)] | None = Field(
+        None, description="Issuer of accepted tokens, as in their `iss`; unset: API keys alone."
     )
-    file_max_bytes: int = Field(
-        100 * 2**20, ge=2**16, description="Size in bytes at which the file is rotated (audit.jsonl.1, ...)."
+    audience: str | None = Field(
+        None, min_length=1, description="What a token's `aud` must hold; needed with `issuer`."
     )
-    file_keep: int = Field(10, ge=1, le=10_000, description="Rotated files that are kept.")
-    hec_url: Annotated[str, AfterValidator(_collector_url)] | None = Field(
-        None, description="Splunk HTTP Event Collector, as https://splunk:8088; unset: none."
+    algorithms: Annotated[tuple[Algorithm, ...], BeforeValidator(_algorithms)] = Field(
+        ("RS256", "ES256"), min_length=1, description="Signature algorithms accepted, with commas."
     )
-    hec_token: SecretStr | None = Field(None, description="The collector's token; best by the environment.")
-    hec_ack: bool = Field(
-        True, description="Ask the indexer for acknowledgement, where the token has it (at least once)."
+    jwks_url: Annotated[str, AfterValidator(_safe_url)] | None = Field(
+        None, description="Address of the issuer's signing keys; unset: as OpenID Connect Discovery says."
     )
-    hec_index: str | None = Field(None, min_length=1, description="Splunk index; unset: the token's own.")
-    hec_sourcetype: str = Field("lapilli:audit", min_length=1, description="Splunk source type of records.")
-    hec_ca_file: Path | None = Field(
-        None, description="PEM file of CAs for the collector's certificate; unset: the system's."
+    leeway_s: float = Field(
+        30.0, ge=0, le=300, description="Seconds by which clocks may differ at a token's start and end."
     )
-    hec_delay_s: float = Field(
-        1.0, gt=0, le=60, description="Seconds a record waits for others before it is sent."
+    tenant_claim: str = Field("tenant", min_length=1, description="Claim that names the tenant.")
+    class_claim: str = Field(
+        "class", min_length=1, description="Claim that names the class of service; absent: the tenant's."
     )
-    hec_batch_bytes: int = Field(
-        256 * 2**10, ge=1024, le=2**26, description="Size in bytes of one delivery, before compression."
+    scope_claim: str = Field("scope", min_length=1, description="Claim with the OAuth scopes.")
+    default_tenant: str | None = Field(
+        None, min_length=1, description="Tenant of tokens without the tenant claim; unset: they get 403."
     )
-    hec_timeout_s: float = Field(10.0, gt=0, description="Seconds the collector may take to answer.")
-    hec_ack_timeout_s: float = Field(
-        60.0, gt=0, description="Seconds without acknowledgement after which records are sent again."
+    jwks_refresh_s: float = Field(
+        300.0, gt=0, description="Seconds between fetches of the signing keys; withdrawn ones end with it."
     )
-    spool_dir: Path = Field(
-        default_factory=lambda: state_folder(os.environ) / STATE_SPOOL,
-        description="Folder where records wait for the collector; each process has a part of it.",
+    jwks_cooldown_s: float = Field(
+        5.0, gt=0, description="Least seconds between fetches, however many unknown key ids arrive."
     )
-    spool_max_bytes: int = Field(
-        2**28, ge=2**16, description="Most bytes each process keeps there; further records are dropped."
-    )
-    queue_max_bytes: int = Field(
-        16 * 2**20, ge=2**16, description="Most bytes of records each process holds in memory, unwritten."
-    )
-    content_tenants: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
-        (), description="Tenants whose records hold prompts and outputs too; others' never do."
-    )
+    jwks_timeout_s: float = Field(5.0, gt=0, le=60, description="Seconds that one fetch may take.")

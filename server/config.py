@@ -1,6 +1,6 @@
 """The one tree of settings: names, types, bounds, defaults, meaning.
 
-Its sections are in sections.py and auth_sections.py; loading is in config_sources.py.
+Its sections are in sections.py, auth_sections.py and audit_sections.py; loading is in config_sources.py.
 """
 
 import json
@@ -14,7 +14,8 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from server.auth_sections import AuditSettings, AuthSettings, state_defaults
+from server.audit_sections import AuditSettings
+from server.auth_sections import AuthSettings, JwtSettings, state_defaults
 from server.sections import (
     AdminSettings,
     EngineSettings,
@@ -63,6 +64,7 @@ class Settings(BaseSettings):
     requests: RequestSettings = RequestSettings()
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
+    jwt: JwtSettings = JwtSettings()
     audit: AuditSettings = Field(default_factory=AuditSettings)
     log: LogSettings = LogSettings()
 

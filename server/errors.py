@@ -83,9 +83,14 @@ def is_anthropic(path: str) -> bool:
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
-def unauthorized(message: str) -> ApiError:
+def unauthorized(message: str, challenge: str = "Bearer") -> ApiError:
     """401 with the challenge that RFC 7235 asks for."""
-    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
+
+
+def forbidden(message: str, code: str, challenge: str | None = None) -> ApiError:
+    """403; `challenge` where another token would do (RFC 6750)."""
+    return ApiError(403, message, code=code, headers={"WWW-Authenticate": challenge} if challenge else None)
 
 
 def unavailable(message: str, retry_after_s: int = 1, *, close: bool = False) -> ApiError:

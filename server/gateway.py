@@ -6,7 +6,7 @@ from typing import cast
 from starlette.requests import HTTPConnection
 
 from auth.audit import AuditLog
-from auth.store import KeyStore
+from auth.identity import Identity
 from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
@@ -22,7 +22,7 @@ class Gateway:
     """Everything with a life of its own that a request touches."""
 
     settings: Settings
-    keys: KeyStore
+    identity: Identity
     metrics: RequestMetrics
     audit: AuditLog
     engine: Engine

@@ -181,6 +181,12 @@ class EngineSettings(Section):
         gt=0,
         description="Seconds without a sign of life after which the engine is started again.",
     )
+    spare_client_slots: int = Field(
+        16,
+        ge=1,
+        le=256,
+        description="Gateway workers that may be replaced before the engine has to be started again.",
+    )
     max_restarts: int = Field(
         5, ge=0, description="Engine restarts in a row (none serving for 10 minutes) before the server ends."
     )

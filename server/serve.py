@@ -15,6 +15,7 @@ import structlog
 import uvloop
 
 from auth import audit
+from auth.database import Database
 from auth.store import KeyStore
 from server.config import Settings
 from server.config_sources import Loaded, SettingsError
@@ -42,6 +43,8 @@ def run(loaded: Loaded) -> None:
     check_tls(settings.gateway)
     if (problem := audit.problem(settings.audit)) is not None:
         raise SettingsError(problem)
+    if settings.jwt.issuer is not None and settings.jwt.audience is None:
+        raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
@@ -120,12 +123,13 @@ async def _serve(settings: Settings, model: str, listeners: list[socket.socket],
 
 async def _first_key(settings: Settings) -> str | None:
     """The first API key where it was made just now, printed at once; else None."""
-    keys = KeyStore(settings.auth.database_url)
-    await keys.open()
+    database = Database(settings.auth.database_url)
+    await database.open()
     try:
-        key = await keys.ensure_first_key()
+        await (database.upgrade() if settings.auth.migrate else database.check())
+        key = await KeyStore(database).ensure_first_key()
     finally:
-        await keys.close()
+        await database.close()
     if key is not None:
         print(f"First API key (shown only now): {key}", flush=True)
     return key

@@ -39,6 +39,7 @@ BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 STEADY_S = 600.0
 """An engine that has served this long starts with a clean record."""
+GAUGE_PERIOD_S = 0.5
 MAX_FAILED_WORKERS = 5
 """Workers that may die one after another without one getting as far as serving."""
 
@@ -106,7 +107,6 @@ class Supervisor:
         reason = DRAINING if self._draining else self._reason
         if reason is None and not ready and self._state is EngineState.READY:
             reason = "no gateway worker serves"
-        self._ready.set(ready)
         more = {"workers": {"serving": serving, "of": self._settings.gateway.workers}}
         return Health(ready, str(self._state), reason, more)
 
@@ -123,6 +123,7 @@ class Supervisor:
         for number, listener in enumerate(self._listeners, start=1):
             self._start_worker(f"worker-{number}", listener)
         engine = asyncio.create_task(self._keep_engine())
+        self._tasks.spawn(self._keep_gauge())
         try:
             return await self._stop
         finally:
@@ -133,6 +134,12 @@ class Supervisor:
             admin.should_exit = True
             await serving
             await audit.close()
+
+    async def _keep_gauge(self) -> None:
+        """Writes `lapilli_ready`, also while nobody asks for health."""
+        while True:
+            self._ready.set(self.health().ready)
+            await asyncio.sleep(GAUGE_PERIOD_S)
 
     def _end(self, code: int) -> None:
         if not self._stop.done():
@@ -201,9 +208,8 @@ class Supervisor:
             return
         slot = host.take_slot()
         if slot is None:
-            log.error("no_client_slot_left", worker=worker.name)
-            if not any(other.attached for other in self._workers):
-                host.restart("no client slot is left for a new worker")
+            # Without an engine the worker would leave connections on its listener waiting for ever.
+            host.restart("no client slot is left for a new worker")
             return
         worker.detach()
         worker.host = host

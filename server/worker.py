@@ -19,7 +19,7 @@ import uvloop
 from sse_starlette.sse import AppStatus
 
 from auth.audit import AuditLog
-from auth.store import KeyStore
+from auth.identity import Identity
 from metrics import batched
 from metrics.requests import RequestMetrics
 from server.app import create_app
@@ -73,14 +73,18 @@ def run(plan: WorkerPlan) -> None:
 
 async def _serve(plan: WorkerPlan) -> None:
     settings = plan.settings
-    keys = KeyStore(settings.auth.database_url, refresh_s=settings.auth.refresh_s)
-    await keys.open()
+    identity = Identity(settings.auth, settings.jwt)
+    await identity.start()
     metrics = RequestMetrics(settings.engine.public_model_name)
     audit = AuditLog(settings.audit, plan.name)
     await asyncio.to_thread(audit.open)
     audit.start()
     gateway = Gateway(
-        settings, keys, metrics, audit, Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+        settings,
+        identity,
+        metrics,
+        audit,
+        Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table),
     )
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
@@ -98,7 +102,7 @@ async def _serve(plan: WorkerPlan) -> None:
         batched.flush()
         worker.close()
         await audit.close()
-        await keys.close()
+        await identity.close()
 
 
 class QuietServer(uvicorn.Server):
@@ -186,6 +190,8 @@ class Worker:
             await self._gateway.engine.check()
         except SelfCheckError as error:
             self._channel.send(Checked(str(error)))
+        except EngineStartError:
+            pass  # the supervisor sees the engine's end by itself
         else:
             self._channel.send(Checked())
 

@@ -15,7 +15,7 @@ from vllm.v1.executor import Executor
 
 from server.config import Settings
 from server.context import RequestContext
-from server.engine import build
+from server.engine import build, rendering
 from server.engine.core import EngineStartError
 from server.engine.llm import TrackedLLM
 from server.engine.pace import OutputPace
@@ -77,6 +77,7 @@ class Engine:
         self.llm = llm = await asyncio.to_thread(self._attach_blocking, addresses, index, count)
         if self._table is not None:
             llm.output_processor.request_states = RequestTable(self._table)
+        rendering.tame(llm.renderer)
         # vLLM asks the environment for each token otherwise (its engine core does the same).
         vllm.envs.enable_envs_cache()
         return llm
@@ -99,10 +100,13 @@ class Engine:
             raise EngineStartError(f"no connection to the engine core: {error}") from error
 
     async def check(self) -> None:
-        """Checks the core's numbers; raises SelfCheckError, or EngineDeadError when it ends meanwhile."""
+        """Checks the core's numbers; raises SelfCheckError, or EngineStartError when it ends meanwhile."""
         assert self.llm is not None
         if self.settings.engine.kind == "vllm" and self.settings.selfcheck.enabled:
-            await run_self_check(self.llm, self.settings)
+            try:
+                await run_self_check(self.llm, self.settings)
+            except EngineDeadError as error:
+                raise EngineStartError("the engine ended while it was checked") from error
 
     def become_ready(self) -> None:
         """Requests can be served from now on; no effect on an engine that has ended meanwhile."""

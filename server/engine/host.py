@@ -13,8 +13,6 @@ from server.tasks import Tasks
 
 log = structlog.get_logger()
 
-SPARE_SLOTS = 16
-"""Client slots for workers that replace dead ones: the core greets each slot once, so a used one is spent."""
 ABORT_DELAYS_S = (0.0, 1.0, 5.0)
 """A dead worker's requests may still be on their way to the core when the first abort comes by."""
 
@@ -25,7 +23,8 @@ class EngineHost:
     def __init__(self, settings: Settings, config: Any) -> None:
         self._stall_limit_s = settings.engine.stall_limit_s
         self._config = config
-        self.num_slots = 1 + settings.gateway.workers + SPARE_SLOTS
+        # The core greets each slot once: a worker that replaces a dead one needs an unused one.
+        self.num_slots = 1 + settings.gateway.workers + settings.engine.spare_client_slots
         self._core = EngineCore(settings, config)
         self._link: EngineLink | None = None
         self._addresses: list[dict[str, Any]] = []

@@ -46,6 +46,7 @@ class TrackedLLM(AsyncLLM):
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         lora = kwargs.get("lora_request")
         ctx.model = lora.lora_name if lora is not None else self.model_config.served_model_name
+        prompt = _salted(prompt, ctx)
         streamed = sampling_params.output_kind is RequestOutputKind.DELTA
         times = TokenTimes(ctx, self._on_gap, streamed=streamed)
         if ctx.lean:
@@ -62,6 +63,7 @@ class TrackedLLM(AsyncLLM):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """As AsyncLLM.encode, noted; leaving early aborts (vLLM's aborts on a cancel alone)."""
         ctx, finished = self._context(request_id), False
+        prompt = prompt if ctx is None else _salted(prompt, ctx)
         try:
             async with aclosing(super().encode(prompt, pooling_params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
@@ -73,6 +75,15 @@ class TrackedLLM(AsyncLLM):
             if not finished:
                 with anyio.CancelScope(shield=True):
                     await self.abort(request_id)
+
+
+def _salted(prompt: Any, ctx: RequestContext) -> Any:
+    """The prompt with the caller's salt: no other tenant's request hits what it leaves in the cache.
+
+    Here and not in the bodies: whatever route a request came by, it comes by here.
+    """
+    salt = ctx.principal.cache_salt if ctx.principal is not None else ""
+    return {**prompt, "cache_salt": salt} if salt else prompt
 
 
 async def _noting(

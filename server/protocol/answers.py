@@ -38,6 +38,8 @@ async def result_of(work: Coroutine[Any, Any, Any]) -> Any:
         result = await work
     except ValidationError as error:  # of a request that the serving class itself made of the client's
         raise validation_error(error) from None
+    except TimeoutError:
+        raise unavailable("The prompt could not be rendered in time.") from None
     except ENGINE_ERRORS as error:
         raise as_api_error(error) from error
     if isinstance(result, ErrorResponse):

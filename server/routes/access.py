@@ -2,26 +2,23 @@
 
 from fastapi import Request
 
-from auth.keys import BadCredentials, parse_credentials
+from auth.errors import BadCredentials, Forbidden, IdentityUnavailable
 from auth.principal import Principal
-from auth.store import KeyStoreUnavailable
-from server.errors import unauthorized, unavailable
+from server.errors import forbidden, unauthorized, unavailable
 from server.gateway import DRAINING, context_of, gateway_of
 from server.protocol.serving import OpenAIProtocol
 
 
 async def caller(request: Request) -> Principal:
-    """The principal of the request's API key; 401 without a good one, 503 while the store is down."""
-    gateway = gateway_of(request)
+    """Who calls; 401 without good credentials, 403 for who may not, 503 while that can't be known."""
     try:
-        key = parse_credentials(request.headers.raw)
-        principal = await gateway.keys.authenticate(key)
+        principal = await gateway_of(request).identity.identify(request.headers.raw)
     except BadCredentials as error:
-        raise unauthorized(str(error)) from None
-    except KeyStoreUnavailable:
-        raise unavailable("API keys can't be checked at the moment.", retry_after_s=5) from None
-    if principal is None:
-        raise unauthorized("Incorrect API key provided.")
+        raise unauthorized(str(error), error.challenge) from None
+    except Forbidden as error:
+        raise forbidden(str(error), error.code, error.challenge) from None
+    except IdentityUnavailable:
+        raise unavailable("Credentials can't be checked at the moment.", retry_after_s=5) from None
     context_of(request).principal = principal
     return principal
 

@@ -56,7 +56,7 @@ class Streams:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A stub with two workers; each test leaves it as it found it."""
-    with running(tmp_path_factory.mktemp("pair"), *STUB) as server:
+    with running(tmp_path_factory.mktemp("pair"), *STUB, "--engine.spare_client_slots", "3") as server:
         yield server
 
 
@@ -136,6 +136,19 @@ def test_engine_death_and_stall(pair: Server, number: signal.Signals, says: str)
     _canary(pair)
     assert pair.metric("lapilli_engine_restarts_total") == restarts + 1
     poll(pair.drained, "drained")
+
+
+def test_engine_starts_again_when_client_slots_are_spent(pair: Server) -> None:
+    """A new worker without a slot would hold connections that nobody serves."""
+    restarts = pair.metric("lapilli_engine_restarts_total")
+    for _ in range(3):  # six new workers for three spare slots
+        for worker in children(pair.process.pid, "lapilli-worker"):
+            os.kill(worker, signal.SIGKILL)
+        poll(lambda: pair.whole_health()["workers"]["serving"] == 0, "seen")
+        poll(lambda: _whole(pair), "both replaced", 90)
+    assert pair.metric("lapilli_engine_restarts_total") > restarts
+    assert "no client slot is left" in pair.text
+    _canary(pair)
 
 
 def test_an_engine_that_keeps_dying_ends_the_server(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from auth.audit_records import admin_record, request_record
 from auth.principal import Principal
 from benchmarks.hec import TOKEN, Collector
 from metrics.audit import AuditMetrics
-from server.auth_sections import AuditSettings
+from server.audit_sections import AuditSettings
 from server.cli import run_command
 from server.config_sources import SettingsError, load_settings
 from server.context import RequestContext

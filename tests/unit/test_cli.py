@@ -1,6 +1,7 @@
 """The command line, in this process and as the real command."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -59,6 +60,39 @@ def test_keys_from_creation_to_revocation(capsys):
     assert run_json(capsys, "keys", "revoke", created["id"])["revoked_at"] is not None
 
 
+def test_tenants_and_their_keys(capsys):
+    tenant = run_json(
+        capsys, *("tenants", "create", "acme", "--class", "batch", "--weight", "2", "--cache-group", "g"),
+        *("--limit", "tokens_per_min=500", "--limit", "requests_per_s=none"),
+    )  # fmt: skip
+    assert tenant["limits"] == {"requests_per_s": None, "tokens_per_min": 500}
+    assert [t["name"] for t in run_json(capsys, "tenants", "list")] == ["acme", "default"]
+    key = run_json(
+        capsys, *("keys", "create", "--tenant", "acme", "--service", "chat", "--scope", "a", "--scope", "b"),
+        *("--limit", "parallel_requests=2", "--expires", "2999-01-01"),
+    )  # fmt: skip
+    assert (key["services"], key["scopes"], key["limits"]) == (["chat"], ["a", "b"], {"parallel_requests": 2})
+    assert key["expires_at"] == "2999-01-01T00:00:00.000Z"
+    changed = run_json(
+        capsys, "keys", "change", key["id"], "--service", "any", "--expires", "none", "--name", "n"
+    )
+    assert (changed["services"], changed["expires_at"], changed["name"]) == (None, None, "n")
+    assert changed["scopes"] == ["a", "b"]
+    rotated = run_json(capsys, "keys", "rotate", key["id"], "--overlap-s", "60")
+    assert rotated["id"] == key["id"]
+    assert rotated["key"] != key["key"]
+    assert rotated["previous_expires_at"]
+    assert run_json(capsys, "keys", "list", "--tenant", "default") == []
+    assert run_json(capsys, "tenants", "change", "acme", "--cache-group", "none")["cache_group"] is None
+    assert run_json(capsys, "tenants", "disable", "acme")["disabled_at"]
+    for argv in (["tenants", "list"], ["keys", "list"], ["tenants", "enable", "acme"]):
+        assert run_command(argv) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^acme +batch +2 +requests_per_s=none, tokens_per_min=500 ", out, re.MULTILINE)
+    assert "Enabled tenant acme." in out
+    assert run_json(capsys, "db", "upgrade") == {"before": "0002", "after": "0002"}
+
+
 def test_created_key_alone_is_on_stdout(capsys):
     assert run_command(["keys", "create"]) == 0
     captured = capsys.readouterr()
@@ -84,7 +118,34 @@ FAILURES = {
     "name": (
         ["keys", "create", "--name", ""],
         2,
-        "Invalid value for --name: a key's name has 1 to 100 printable characters",
+        "a key's name has 1 to 100 printable characters",
+    ),
+    "unknown tenant": (
+        ["keys", "create", "--tenant", "nobody"],
+        1,
+        "no tenant has this name; `lapilli tenants list` shows the names",
+    ),
+    "tenant that exists": (["tenants", "create", "default"], 1, "a tenant of this name exists already"),
+    "limit's form": (
+        ["tenants", "create", "a", "--limit", "tokens_per_min"],
+        2,
+        "Invalid value for '--limit': write NAME=NUMBER, or NAME=none for no limit",
+    ),
+    "limit's bounds": (
+        ["tenants", "create", "a", "--limit", "requests_per_s=1"],
+        2,
+        "requests_per_s must be an integer from 10 to 5000, or null for no limit",
+    ),
+    "class": (
+        ["tenants", "create", "a", "--class", "gold"],
+        2,
+        "Invalid value for '--class': 'gold' is not one of 'interactive', 'standard', 'batch'.",
+    ),
+    "expiry": (["keys", "create", "--expires", "2001-01-01"], 2, "the expiry is in the past"),
+    "issuer alone": (
+        ["serve", "--jwt.issuer", "https://login.example"],
+        2,
+        "jwt.issuer needs jwt.audience: tokens meant for others must not be good here",
     ),
     "no id": (["keys", "revoke"], 2, "Missing argument 'ID'."),
     "setting of another command": (
@@ -113,7 +174,7 @@ def test_a_key_given_as_id_is_not_repeated(capsys):
     assert secret not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [[], ["keys"]])
+@pytest.mark.parametrize("argv", [[], ["keys"], ["tenants"], ["db"]])
 def test_no_command_shows_help(argv, capsys):
     assert run_command(argv) == 2
     assert "Commands:" in capsys.readouterr().err

@@ -81,6 +81,8 @@ def test_every_setting_can_be_set_by_file_environment_and_every_flag(leaf, folde
     default = shown("", leaf.field.get_default(call_default_factory=True))
     value = {"null": "7", "{}": '{"a": 1}'}.get(default, default)
     value = {"engine.enforce_eager": "true", "audit.hec_url": "https://c:8088"}.get(leaf.path, value)
+    if leaf.path in ("jwt.issuer", "jwt.jwks_url"):
+        value = "https://login.example"
     (folder / "f.yaml").write_text(
         yaml.safe_dump({leaf.path.split(".")[0]: {leaf.path.split(".")[1]: value}})
     )
@@ -156,8 +158,8 @@ BAD_FILES = {
     "section is text": ("gateway: 9000\n", "bad.yaml: gateway must hold keys and values, not a number"),
     "list": (
         "- 1\n",
-        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, stub, auth, audit, log),"
-        " not a list",
+        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, stub, auth, jwt, "
+        "audit, log), not a list",
     ),
     "twice": ("log: {level: info}\nlog: {}\n", "bad.yaml: not YAML (key log appears twice, line 2)"),
     "syntax": ("gateway: [1\n", "bad.yaml: not YAML (expected ',' or ']', but got '<stream end>', line 2)"),

@@ -17,7 +17,7 @@ SCRIPT = """
     import httpx
     from auth.audit import AuditLog
     from metrics.requests import RequestMetrics
-    from server.auth_sections import AuditSettings
+    from server.audit_sections import AuditSettings
     from server.logs import configure_logging
     from server.middleware import BodyLimit, RequestScope
     from server.sections import LogSettings

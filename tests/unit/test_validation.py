@@ -354,7 +354,7 @@ def _checked_or_400(kind: str, body: bytes) -> None:
     else:
         return
     assert refused.status == 400
-    orjson.dumps(refused.body())
+    orjson.dumps(refused.body("/v1/chat/completions"))
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
