@@ -93,11 +93,12 @@ def _abort_a_stream(server: Server) -> None:
     """A client that leaves after the first event."""
     body = json.dumps(GOOD | {"stream": True, "max_tokens": 500, "ignore_eos": True}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n"
+    head += "Content-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
         connection.sendall(
             f"{head}X-Marker: {WORDS['header']}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
         )
-        connection.recv(4096)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def _bad_requests(client: httpx.Client) -> Iterator[httpx.Response]:
