@@ -252,3 +252,31 @@ def test_what_a_record_holds() -> None:
     assert (admin["event"], admin["action"], admin["target"], admin["actor"]) == (
         *("admin", "keys.revoke", "key_1", "cli:root"),
     )
+
+
+def test_changes_by_the_command_line_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who, what, to what, how it ended; never the secret; what only reads leaves nothing."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("LAPILLI_AUDIT__HEC_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("LAPILLI_AUDIT__HEC_TOKEN", TOKEN)
+    assert run_command(["keys", "create", "--name", "ci"]) == 0
+    assert run_command(["keys", "list"]) == 0
+    assert run_command(["tenants", "create", "team"]) == 0
+    assert run_command(["keys", "revoke", "key_nobody"]) == 1
+    trail = tmp_path / "lapilli" / "audit"
+    records = _lines(trail / "audit.jsonl")
+    assert [(record["action"], record["outcome"]) for record in records] == [
+        ("keys.create", "ok"),
+        ("tenants.create", "ok"),
+        ("keys.revoke", "failed"),
+    ]
+    assert str(records[0]["target"]).startswith("key_")
+    assert records[1]["target"] == "team"
+    assert all(str(record["actor"]).startswith("cli:") for record in records)
+    assert "lapilli_" not in (trail / "audit.jsonl").read_text()
+    spooled = [json.loads(line) for path in (trail / "spool" / "cli").iterdir() for line in path.open()]
+    assert sorted(event["event"]["event_id"] for event in spooled) == sorted(r["event_id"] for r in records)
+    blocked = tmp_path / "blocked"
+    blocked.touch()
+    monkeypatch.setenv("LAPILLI_AUDIT__FILE", str(blocked / "audit.jsonl"))
+    assert run_command(["keys", "create"]) == 0
