@@ -6,6 +6,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import resource
 import socket
 import tempfile
 from multiprocessing import forkserver
@@ -28,6 +29,7 @@ log = structlog.get_logger()
 
 LISTEN_BACKLOG = 2048
 SEND_BUFFER_BYTES = 2**18
+MAX_DESCRIPTORS = 2**16
 
 
 def run(loaded: Loaded) -> None:
@@ -43,6 +45,7 @@ def run(loaded: Loaded) -> None:
     check_tls(settings.gateway)
     if (problem := audit.problem(settings.audit)) is not None:
         raise SettingsError(problem)
+    _raise_descriptor_limit()
     if settings.jwt.issuer is not None and settings.jwt.audience is None:
         raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
     listeners = _listeners(settings)
@@ -67,6 +70,14 @@ def _log_as_we_do(settings: Settings, folder: Path) -> None:
     file = folder / "vllm-logging.json"
     file.write_text(json.dumps(engine_logging(settings.log)))
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
+
+
+def _raise_descriptor_limit() -> None:
+    """Each connection takes a file descriptor; the usual soft limit is 1024. Processes below inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _model(settings: Settings, folder: Path) -> str:
