@@ -23,7 +23,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     # add_middleware puts each new layer outside the former: the last one is the outermost.
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes)
-    app.add_middleware(RequestScope, metrics=gateway.metrics, audit=gateway.audit)
+    app.add_middleware(RequestScope, metrics=gateway.metrics, limiter=gateway.limiter, audit=gateway.audit)
     if gateway.settings.gateway.cors_origins:
         app.add_middleware(Cors, settings=gateway.settings.gateway)
     return app

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from server.audit_sections import AuditSettings
-from server.auth_sections import AuthSettings, JwtSettings, state_defaults
+from server.auth_sections import AuthSettings, JwtSettings, LimitsSettings, state_defaults
 from server.sections import (
     AdminSettings,
     EngineSettings,
@@ -65,6 +65,7 @@ class Settings(BaseSettings):
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
     jwt: JwtSettings = JwtSettings()
+    limits: LimitsSettings = LimitsSettings()
     audit: AuditSettings = Field(default_factory=AuditSettings)
     log: LogSettings = LogSettings()
 

@@ -5,12 +5,15 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.types import Message, Send
 
 from auth.audit_content import Content
 from auth.principal import Principal
+
+if TYPE_CHECKING:
+    from auth.limiter import Reservation
 
 Outcome = Literal["ok", "client_error", "server_error", "disconnected", "stream_error"]
 
@@ -30,6 +33,8 @@ class RequestContext:
     principal: Principal | None = None
     model: str | None = None
     """The served model's or adapter's name, once the engine is asked; never the client's word."""
+    reservation: "Reservation | None" = None
+    """What it holds of its tenant's limits; None before the door, and where limits are off."""
     stream: bool = False
     lean: bool = False
     """Whether its tokens take the lean path (server/engine/sink.py)."""

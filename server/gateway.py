@@ -7,6 +7,7 @@ from starlette.requests import HTTPConnection
 
 from auth.audit import AuditLog
 from auth.identity import Identity
+from auth.limiter import Limiter
 from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
@@ -26,6 +27,7 @@ class Gateway:
     metrics: RequestMetrics
     audit: AuditLog
     engine: Engine
+    limiter: Limiter
     protocol: OpenAIProtocol | None = None
     """vLLM's serving classes; None until the worker is attached to an engine."""
     draining: bool = False

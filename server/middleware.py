@@ -10,9 +10,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from auth.audit import AuditLog
+from auth.limiter import Limiter
 from metrics.requests import RequestMetrics
 from server.context import RequestContext
 from server.errors import ApiError, internal_error
+from server.limits import body_limit
 
 log = structlog.get_logger()
 
@@ -26,13 +28,14 @@ class RequestScope:
     """Makes the request's context, and is the one place where every request ends.
 
     However it ends (answer, exception, cancel, a client that left), the context is observed and logged
-    once; a request with work in the background ends with that. An exception that nobody mapped becomes a
-    500, or cuts the connection after the first byte.
+    once, and what it held of its tenant's limits is settled; a request with work in the background ends with
+    that. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
     """
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics, audit: AuditLog) -> None:
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics, limiter: Limiter, audit: AuditLog) -> None:
         self.app = app
         self.metrics = metrics
+        self.limiter = limiter
         self.audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,6 +69,8 @@ class RequestScope:
                 ctx.background.add_done_callback(lambda _: self._end(ctx, time.perf_counter() - started))
 
     def _end(self, ctx: RequestContext, duration_s: float) -> None:
+        if ctx.reservation is not None:
+            self.limiter.settle_soon(ctx.reservation)
         self.metrics.end(ctx, duration_s)
         if ctx.path not in QUIET_PATHS:
             self.audit.request_ended(ctx, duration_s)
@@ -95,8 +100,14 @@ def _noting_send(ctx: RequestContext, send: Send, body_pending: Callable[[], boo
             ctx.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = ctx.client_request_id or ctx.id
+            if ctx.reservation is not None:
+                for name, value in ctx.reservation.headers.items():
+                    headers.append(name, value)
             if body_pending is not None and body_pending():
                 headers["Connection"] = "close"  # the rest of the body is not waited for
+        elif ctx.reservation is not None and not message.get("more_body") and ctx.background is None:
+            # Before the last byte: a client that goes on at once finds its place free.
+            await ctx.reservation.settle_before_the_last_byte()
         await send(message)
         if ctx.content is not None:
             ctx.content.answered(message.get("body", b""))
@@ -122,7 +133,10 @@ class BodyTooLarge(Exception):
 
 
 class BodyLimit:
-    """413 as soon as a body crosses `max_bytes`, declared or chunked; the connection is closed then."""
+    """413 as soon as a body crosses its limit, declared or chunked; the connection is closed then.
+
+    The limit is the caller's own, once a route has found out who calls, else `max_bytes`.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -133,29 +147,29 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
-        too_large = declared.isdigit() and int(declared) > self.max_bytes
         ctx: RequestContext = scope["state"]["context"]
+        declared = Headers(scope=scope).get("content-length", "")
+        declared_bytes = int(declared) if declared.isdigit() else 0
 
         async def limited() -> Message:
-            if too_large:
+            if declared_bytes > body_limit(ctx.principal, self.max_bytes):
                 raise BodyTooLarge
             message = await receive()
             if message["type"] == "http.request":
                 ctx.request_bytes += len(message.get("body", b""))
-                if ctx.request_bytes > self.max_bytes:
+                if ctx.request_bytes > body_limit(ctx.principal, self.max_bytes):
                     raise BodyTooLarge
             return message
 
         try:
             await self.app(scope, limited, send)
         except BodyTooLarge:
-            await self._refuse(scope, receive, send)
+            await self._refuse(scope, receive, send, body_limit(ctx.principal, self.max_bytes))
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
         error = ApiError(
             413,
-            f"The request body is larger than {self.max_bytes} bytes.",
+            f"The request body is larger than {limit} bytes.",
             code="request_too_large",
             headers={"Connection": "close"},
         )

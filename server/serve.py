@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import resource
 import socket
 import tempfile
-from multiprocessing import forkserver
 from pathlib import Path
 
 import structlog
@@ -22,6 +20,7 @@ from server.config import Settings
 from server.config_sources import Loaded, SettingsError
 from server.engine import build
 from server.engine.stub_model import write_stub_model
+from server.forking import start_fork_server
 from server.logs import configure_logging, engine_logging
 from server.tls import check_tls
 
@@ -48,6 +47,7 @@ def run(loaded: Loaded) -> None:
     _raise_descriptor_limit()
     if settings.jwt.issuer is not None and settings.jwt.audience is None:
         raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
+    _check_limits(settings)
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
@@ -56,9 +56,7 @@ def run(loaded: Loaded) -> None:
         _log_as_we_do(settings, Path(folder))
         # Before the slow import of vLLM: a wrong folder is told at once.
         model = _model(settings, Path(folder))
-        # The workers are forked from a process that has imported everything once: they share its memory.
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["server.preload"])
-        forkserver.ensure_running()
+        start_fork_server("server.supervisor")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(_serve(settings, model, listeners, admin))
     if code:
@@ -70,6 +68,18 @@ def _log_as_we_do(settings: Settings, folder: Path) -> None:
     file = folder / "vllm-logging.json"
     file.write_text(json.dumps(engine_logging(settings.log)))
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
+
+
+def _check_limits(settings: Settings) -> None:
+    """A limit counted in each of several workers would be a wrong limit."""
+    workers = settings.gateway.workers
+    if settings.limits.store == "memory" and workers > 1:
+        raise SettingsError(
+            f"limits.store: memory counts in one worker alone, and gateway.workers is {workers}; "
+            "use redis (limits.redis_url), or none to serve without limits"
+        )
+    if settings.limits.store == "none":
+        log.warning("limits_off", reason="limits.store is none")
 
 
 def _raise_descriptor_limit() -> None:

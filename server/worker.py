@@ -20,7 +20,9 @@ from sse_starlette.sse import AppStatus
 
 from auth.audit import AuditLog
 from auth.identity import Identity
+from auth.limiter import Limiter
 from metrics import batched
+from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
 from server.config import Settings
@@ -79,13 +81,10 @@ async def _serve(plan: WorkerPlan) -> None:
     audit = AuditLog(settings.audit, plan.name)
     await asyncio.to_thread(audit.open)
     audit.start()
-    gateway = Gateway(
-        settings,
-        identity,
-        metrics,
-        audit,
-        Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table),
-    )
+    limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
+    await limiter.open_store()
+    engine = Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+    gateway = Gateway(settings, identity, metrics, audit, engine, limiter)
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
     server = QuietServer(http_config(create_app(gateway), settings, context))
@@ -102,6 +101,7 @@ async def _serve(plan: WorkerPlan) -> None:
         batched.flush()
         worker.close()
         await audit.close()
+        await limiter.close()
         await identity.close()
 
 

@@ -65,7 +65,8 @@ def test_every_request_is_recorded_once(tmp_path: Path) -> None:
     context = ssl.create_default_context(cafile=str(authority.file))
     state = tmp_path / "state"
     collector = Collector().start()
-    flags = ("--engine", "stub", "--stub.tokens_per_s", "500", "--gateway.workers", str(WORKERS),
+    flags = ("--engine", "stub", "--stub.tokens_per_s", "500",
+             "--gateway.workers", str(WORKERS), "--limits.store", "none",
              "--gateway.tls_cert_file", str(first[0]), "--gateway.tls_key_file", str(first[1]),
              "--gateway.trusted_proxies", "127.0.0.1", "--audit.content_tenants", "default",
              "--audit.hec_url", collector.url, "--audit.hec_token", TOKEN,

@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from metrics.audit import AuditMetrics
+from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +18,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 def test_every_metric_is_documented() -> None:
     """Each `lapilli_*` family stands in docs/operations.md."""
     text = (ROOT / "docs" / "operations.md").read_text()
-    families = [*RequestMetrics("m").registry.collect(), *AuditMetrics().registry.collect()]
+    requests, limits = RequestMetrics("m"), LimitMetrics(CollectorRegistry())
+    registries = (requests.registry, limits.registry, AuditMetrics().registry)
+    families = [family for registry in registries for family in registry.collect()]
     assert families
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")

@@ -35,7 +35,7 @@ SCRIPT = """
         audit = AuditLog(AuditSettings(file=Path(sys.argv[1])), "worker-1")
         audit.open()
         audit.start()
-        layers = RequestScope(BodyLimit(app, 10_000), metrics=RequestMetrics("m"), audit=audit)
+        layers = RequestScope(BodyLimit(app, 10_000), metrics=RequestMetrics("m"), limiter=None, audit=audit)
         transport = httpx.ASGITransport(layers, raise_app_exceptions=False)
         headers = {"Authorization": "Bearer " + sys.argv[2], "X-Marker": sys.argv[2]}
         async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:
