@@ -22,6 +22,7 @@ def request_record(ctx: RequestContext, duration_s: float, process: str) -> dict
         "time": _utc(time.time() - duration_s),
         "tenant": principal.tenant if principal else None,
         "key_id": principal.key_id if principal else None,
+        "service": ctx.service.name if ctx.service else None,
         "service_class": principal.service_class if principal else None,
         "client": ctx.client,
         "client_request_id": _short(ctx.client_request_id),

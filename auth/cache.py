@@ -44,6 +44,17 @@ class TenantEntry:
     cache_salt: str
     disabled: bool
 
+    def principal(self, key_id: str, key_name: str, **more: Any) -> Principal:
+        """A caller of this tenant; `more` are further fields of Principal."""
+        common = {
+            "service_class": self.service_class,
+            "weight": self.weight,
+            "tenant_limits": self.limits,
+            "cache_group": self.cache_group,
+            "cache_salt": self.cache_salt,
+        }
+        return Principal(self.name, key_id, key_name, **(common | more))
+
 
 class KeyCache:
     """Good keys in use, and their tenants; at most `max_keys` keys.
@@ -196,18 +207,12 @@ class KeyCache:
         return entry
 
     def _principal(self, row: Any, tenant: TenantEntry) -> Principal:
-        return Principal(
-            tenant=tenant.name,
-            key_id=row.id,
-            key_name=row.name,
-            service_class=tenant.service_class,
-            weight=tenant.weight,
+        return tenant.principal(
+            row.id,
+            row.name,
             scopes=self._interned_set(row.scopes),
             services=self._interned_set(row.services),
-            tenant_limits=tenant.limits,
             key_limits=self._interned_limits(row.limits),
-            cache_group=tenant.cache_group,
-            cache_salt=tenant.cache_salt,
         )
 
     def _interned_set(self, items: list[str] | None) -> frozenset[str] | None:

@@ -3,15 +3,27 @@
 import asyncio
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
 
 from auth.cache import KeyCache
 from auth.database import Database
-from auth.errors import BadCredentials, KeyStoreUnavailable
+from auth.errors import BadCredentials, Forbidden, KeyStoreUnavailable
 from auth.jwks import Jwks
 from auth.jwt import TokenVerifier, looks_like_token
 from auth.keys import parse_credentials
-from auth.principal import Principal
+from auth.principal import Limits, Principal
+from auth.services import NO_LIMITS, Service
 from server.auth_sections import AuthSettings, JwtSettings
+
+_least = lru_cache(maxsize=4096)(Limits.least)
+
+
+def _held_to(principal: Principal, limits: Limits) -> Principal:
+    """The caller, held to a service's limits where they are below its own."""
+    if limits == NO_LIMITS:
+        return principal
+    return replace(principal, key_limits=_least(principal.key_limits, limits))
 
 
 class Identity:
@@ -41,12 +53,41 @@ class Identity:
             await self._keys.write_last_use()
         await self._database.close()
 
-    async def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Principal:
-        """The caller. Raises BadCredentials (401), Forbidden (403), IdentityUnavailable (503)."""
+    async def identify(self, headers: Iterable[tuple[bytes, bytes]], service: Service) -> Principal:
+        """The caller of a service, who may call it.
+
+        Raises BadCredentials (401), Forbidden (403), IdentityUnavailable (503).
+        """
+        if service.auth == ("none",):
+            return _held_to(await self._anonymous(service), service.limits)
         credential = parse_credentials(headers)
-        if self._tokens is not None and looks_like_token(credential):
-            return await self._tokens.principal(credential)
-        principal = await self._keys.authenticate(credential)
+        if looks_like_token(credential) and self._tokens is not None:
+            if "jwt" not in service.auth:
+                raise BadCredentials("This service takes API keys, no tokens.")
+            principal = await self._tokens.principal(credential)
+        else:
+            if "apikey" not in service.auth:
+                raise BadCredentials("This service takes tokens, no API keys.")
+            principal = await self._holder(credential)
+        if principal.services is not None and service.name not in principal.services:
+            raise Forbidden("This key may not call this service.", "service_not_allowed")
+        if principal.scopes is not None and not service.scopes <= principal.scopes:
+            raise Forbidden(
+                "The scopes granted are not enough for this service.",
+                "insufficient_scope",
+                scopes=service.scopes,
+            )
+        return _held_to(principal, service.limits)
+
+    async def _holder(self, key: str) -> Principal:
+        principal = await self._keys.authenticate(key)
         if principal is None:
             raise BadCredentials("Incorrect API key provided.")
         return principal
+
+    async def _anonymous(self, service: Service) -> Principal:
+        """Whoever calls a service without credentials; the service's tenant answers for all of them."""
+        tenant = await self._keys.tenant(service.tenant)
+        if tenant is None:
+            raise Forbidden("The tenant of this service does not exist.", "unknown_tenant")
+        return tenant.principal(f"anonymous:{service.name}", "anonymous")

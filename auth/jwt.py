@@ -8,7 +8,7 @@ import jwt
 from auth.cache import KeyCache
 from auth.errors import BadCredentials, Forbidden
 from auth.jwks import Jwks
-from auth.principal import DEFAULT_LIMITS, SERVICE_CLASSES, Principal, ServiceClass
+from auth.principal import SERVICE_CLASSES, Principal, ServiceClass
 from auth.schema import MAX_NAME_CHARS
 from server.auth_sections import JwtSettings
 
@@ -42,17 +42,11 @@ class TokenVerifier:
             raise Forbidden("The token names no tenant that is known here.", "unknown_tenant")
         subject = str(claims["sub"])
         digest = hashlib.sha256(f"{settings.issuer} {subject}".encode()).hexdigest()
-        return Principal(
-            tenant=tenant.name,
-            key_id=f"sub_{digest[:24]}",
-            key_name=subject if _shows(subject) else "token",
+        return tenant.principal(
+            f"sub_{digest[:24]}",
+            subject if _shows(subject) else "token",
             service_class=self._class(claims, tenant.service_class),
-            weight=tenant.weight,
             scopes=_scopes(claims.get(settings.scope_claim)),
-            tenant_limits=tenant.limits,
-            key_limits=DEFAULT_LIMITS,
-            cache_group=tenant.cache_group,
-            cache_salt=tenant.cache_salt,
         )
 
     async def _claims(self, token: str) -> dict[str, Any]:

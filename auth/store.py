@@ -40,11 +40,12 @@ class KeyStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, name: str, tenant: str = DEFAULT_TENANT, **values: Any) -> tuple[ApiKey, str]:
+    async def create(self, name: str, tenant: str = DEFAULT_TENANT, /, **values: Any) -> tuple[ApiKey, str]:
         """A new key and its secret, which is not kept: `services`, `scopes`, `limits`, `expires_at`.
 
         Raises UnknownTenant.
         """
+        records.slug(tenant, "a tenant's name")
         secret = new_key()
         row = _row(
             "key_" + secrets.token_hex(6), tenant, secret, _checked(DEFAULTS | values | {"name": name})
@@ -65,7 +66,7 @@ class KeyStore:
             rows = (await connection.execute(query)).mappings().all()
         return [_api_key(dict(row)) for row in rows]
 
-    async def change(self, key_id: str, **values: Any) -> ApiKey:
+    async def change(self, key_id: str, /, **values: Any) -> ApiKey:
         """Set the given values; `limits` replaces all of them. Raises UnknownKey, KeyIsDead."""
         return await self._update(key_id, _checked(values))
 

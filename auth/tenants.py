@@ -28,7 +28,7 @@ class TenantStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, name: str, **values: Any) -> Tenant:
+    async def create(self, name: str, /, **values: Any) -> Tenant:
         """A new tenant: `service_class`, `weight`, `limits`, `cache_group`. Raises TenantExists."""
         row = {
             "name": records.slug(name, "a tenant's name"),
@@ -49,7 +49,7 @@ class TenantStore:
             rows = (await connection.execute(select(*SHOWN).order_by(tenants.c.name))).mappings().all()
         return [Tenant(**row) for row in rows]
 
-    async def change(self, name: str, **values: Any) -> Tenant:
+    async def change(self, name: str, /, **values: Any) -> Tenant:
         """Set the given values; `limits` replaces all of them. Raises UnknownTenant."""
         return await self._update(name, _checked(values))
 

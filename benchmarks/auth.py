@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     as_json = parser.parse_args().json
     figures = measure()
-    print(json.dumps(figures, indent=2) if as_json else "\n".join(f"{k:26} {v}" for k, v in figures.items()))
+    print(json.dumps(figures) if as_json else "\n".join(f"{k:26} {v}" for k, v in figures.items()))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,10 @@ class AuthSettings(Section):
         description="Seconds within which a running server sees keys created or revoked elsewhere.",
     )
     max_cached_keys: int = Field(
-        100_000, ge=1, description="Most API keys a worker keeps in memory, at some 600 bytes each."
+        100_000, ge=1, description="Most API keys a worker keeps in memory, at some 430 bytes each."
+    )
+    services_file: Path | None = Field(
+        None, description="YAML file of services (configs/services.yaml is one); followed while serving."
     )
     migrate: bool = Field(
         True, description="Bring the database's tables up to date at start; else `lapilli db upgrade` must."

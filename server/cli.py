@@ -1,4 +1,4 @@
-"""The command line: `lapilli serve`, `config`, `keys`, `tenants`, `db`."""
+"""The command line: `lapilli serve`, `config`, `keys`, `tenants`, `services`, `db`."""
 
 import json
 import sys
@@ -64,6 +64,7 @@ def config(ctx: click.Context, /, as_json: bool, **_flags: str) -> None:
 
 lapilli.add_command(cli_auth.tenants)
 lapilli.add_command(cli_auth.keys)
+lapilli.add_command(cli_auth.services)
 lapilli.add_command(cli_auth.db)
 
 

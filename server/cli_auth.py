@@ -1,4 +1,4 @@
-"""`lapilli tenants`, `keys` and `db`: they work on the database, whether a server runs or not."""
+"""`lapilli tenants`, `keys`, `services` and `db`: they need no running server."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,6 +10,7 @@ import click
 from auth.database import Database
 from auth.principal import DEFAULT_TENANT, SERVICE_CLASSES
 from auth.records import ApiKey, Tenant, now
+from auth.services import load_services, offer_of
 from auth.store import DEFAULT_OVERLAP_S, KeyStore
 from auth.tenants import TenantStore
 from server.cli_audit import noted
@@ -226,6 +227,30 @@ def disable(ctx: click.Context, /, name: str, as_json: bool, **_flags: str) -> N
 def enable(ctx: click.Context, /, name: str, as_json: bool, **_flags: str) -> None:
     """Take requests of a disabled tenant again."""
     _show_tenant("Enabled", _on_tenants(ctx, lambda store: store.enable(name)), as_json)
+
+
+@click.group(no_args_is_help=True)
+def services() -> None:
+    """The services that the file declares."""
+
+
+@services.command("list", cls=SettingsCommand)
+@json_flag
+@click.pass_context
+def list_services(ctx: click.Context, /, as_json: bool, **_flags: str) -> None:
+    """Check the services file and list what it declares; a wrong one is an error of one line."""
+    settings = load(ctx).settings
+    found = load_services(settings.auth.services_file, offer_of(settings)).services
+    if as_json:
+        print_json([service.shown() for service in found])
+        return
+    titles = ("name", "endpoint", "model", "auth", "scopes", "limits")
+    rows = [
+        (s.name, s.endpoint, s.model or "any", ", ".join(s.auth), " ".join(sorted(s.scopes)),
+         _limits(s.shown()["limits"]))
+        for s in found
+    ]  # fmt: skip
+    print_table(titles, rows)
 
 
 @click.group(no_args_is_help=True)

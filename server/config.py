@@ -129,7 +129,7 @@ def leaves() -> Iterator[Leaf]:
             yield Leaf(f"{section}.{name}", field)
 
 
-SECRETS = frozenset({"audit.hec_token"})
+SECRETS = frozenset({"admin.token", "audit.hec_token"})
 """Leaves whose values are never shown."""
 _SECRET_NAME = re.compile(r"token|secret|passw|api_?key", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(://[^:@/]*):.*@")

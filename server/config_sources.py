@@ -177,15 +177,20 @@ def _from_file(name: str | None, cwd: Path) -> dict[str, _Given]:
     path = cwd / label
     if name is None and not path.exists():
         return {}
+    document = read_yaml(path, label)
+    return {path: _Given(value, label) for path, value in _flatten(document, label)}
+
+
+def read_yaml(path: Path, label: str) -> Any:
+    """The YAML document in a file that messages call `label`. Raises SettingsError."""
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 (a SafeLoader)
     except OSError as error:
         raise SettingsError(f"{label}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise SettingsError(f"{label}: not UTF-8 text") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SettingsError(f"{label}: not YAML ({_yaml_problem(error)})") from None
-    return {path: _Given(value, label) for path, value in _flatten(document, label)}
 
 
 class _Loader(yaml.SafeLoader):

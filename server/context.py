@@ -11,6 +11,7 @@ from starlette.types import Message, Send
 
 from auth.audit_content import Content
 from auth.principal import Principal
+from auth.services import Service
 
 if TYPE_CHECKING:
     from auth.limiter import Reservation
@@ -30,6 +31,8 @@ class RequestContext:
     client_request_id: str | None = None
     """The caller's X-Request-Id: echoed for tracing, never the engine's id."""
     received_at: float = field(default_factory=time.monotonic)
+    service: Service | None = None
+    """The service whose endpoint was called; `path` is what follows the endpoint."""
     principal: Principal | None = None
     model: str | None = None
     """The served model's or adapter's name, once the engine is asked; never the client's word."""

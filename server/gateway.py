@@ -8,6 +8,7 @@ from starlette.requests import HTTPConnection
 from auth.audit import AuditLog
 from auth.identity import Identity
 from auth.limiter import Limiter
+from auth.services import Services
 from metrics.requests import RequestMetrics
 from server.config import Settings
 from server.context import RequestContext
@@ -24,6 +25,7 @@ class Gateway:
 
     settings: Settings
     identity: Identity
+    services: Services
     metrics: RequestMetrics
     audit: AuditLog
     engine: Engine

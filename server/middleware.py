@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from auth.audit import AuditLog
 from auth.limiter import Limiter
+from auth.services import Services
 from metrics.requests import RequestMetrics
 from server.context import RequestContext
 from server.errors import ApiError, internal_error
@@ -32,9 +33,12 @@ class RequestScope:
     that. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
     """
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics, limiter: Limiter, audit: AuditLog) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: RequestMetrics, services: Services, limiter: Limiter, audit: AuditLog
+    ) -> None:
         self.app = app
         self.metrics = metrics
+        self.services = services
         self.limiter = limiter
         self.audit = audit
 
@@ -43,7 +47,9 @@ class RequestScope:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        ctx = RequestContext(method=scope["method"], path=scope["path"], send=send)
+        service, path = self.services.table.match(scope["path"])
+        scope["path"] = path  # the routes are the same below each service's endpoint
+        ctx = RequestContext(method=scope["method"], path=path, service=service, send=send)
         ctx.client_request_id = _client_request_id(scope)
         ctx.client = _client(scope)
         state = scope.setdefault("state", {})
@@ -81,6 +87,8 @@ class RequestScope:
             client_request_id=ctx.client_request_id,
             method=ctx.method,
             path=ctx.path,
+            service=ctx.service.name if ctx.service else None,
+            tenant=ctx.principal.tenant if ctx.principal else None,
             key_id=ctx.principal.key_id if ctx.principal else None,
             status=ctx.status,
             outcome=ctx.final_outcome(),

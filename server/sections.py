@@ -134,6 +134,12 @@ class AdminSettings(Section):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address of the admin port.")
     port: int = Field(9090, ge=0, le=65535, description="TCP port of the admin port; 0 takes a free one.")
+    token: str | None = Field(
+        None,
+        repr=False,
+        description="Credential of the admin API, as a bearer token; unset, as is the file: no admin API.",
+    )
+    token_file: Path | None = Field(None, description="File that holds it instead, read at start.")
 
 
 class EngineSettings(Section):
@@ -190,10 +196,18 @@ class EngineSettings(Section):
     max_restarts: int = Field(
         5, ge=0, description="Engine restarts in a row (none serving for 10 minutes) before the server ends."
     )
+    lora_adapters: Annotated[dict[str, str], BeforeValidator(json_value)] = Field(
+        {}, description="LoRA adapters by the name clients use: folders in PEFT's format, loaded at start."
+    )
     args: Annotated[dict[str, Any], BeforeValidator(json_value)] = Field(
         {},
         description="Further vLLM engine arguments by name; a JSON object in the environment and in flags.",
     )
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """What clients may name as `model`: the model, then its adapters."""
+        return (self.public_model_name, *self.lora_adapters)
 
     @property
     def public_model_name(self) -> str:

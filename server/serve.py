@@ -15,7 +15,9 @@ import uvloop
 
 from auth import audit
 from auth.database import Database
+from auth.services import Services, offer_of
 from auth.store import KeyStore
+from server.admin import admin_token
 from server.config import Settings
 from server.config_sources import Loaded, SettingsError
 from server.engine import build
@@ -47,6 +49,8 @@ def run(loaded: Loaded) -> None:
     _raise_descriptor_limit()
     if settings.jwt.issuer is not None and settings.jwt.audience is None:
         raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
+    admin_token(settings)
+    services = Services(settings.auth.services_file, offer_of(settings))
     _check_limits(settings)
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
@@ -58,7 +62,7 @@ def run(loaded: Loaded) -> None:
         model = _model(settings, Path(folder))
         start_fork_server("server.supervisor")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            code = runner.run(_serve(settings, model, listeners, admin))
+            code = runner.run(_serve(settings, model, services, listeners, admin))
     if code:
         raise SystemExit(code)
 
@@ -122,7 +126,13 @@ def _listen(section: str, host: str, port: int, *, shared: bool = False) -> sock
         raise SettingsError(f"{section}: can't listen on {host} port {port}: {error.strerror}") from None
 
 
-async def _serve(settings: Settings, model: str, listeners: list[socket.socket], admin: socket.socket) -> int:
+async def _serve(
+    settings: Settings,
+    model: str,
+    services: Services,
+    listeners: list[socket.socket],
+    admin: socket.socket,
+) -> int:
     """Runs the supervisor to its end; returns the exit code."""
     # Here, not above: it imports vLLM, which reads the environment that `run` has just prepared.
     from server.supervisor import Supervisor
@@ -139,7 +149,7 @@ async def _serve(settings: Settings, model: str, listeners: list[socket.socket],
         with contextlib.suppress(OSError):
             print(_banner(url, settings.engine.public_model_name, key), flush=True)
 
-    return await Supervisor(settings, config, listeners, admin, ready).run()
+    return await Supervisor(settings, config, services, listeners, admin, ready).run()
 
 
 async def _first_key(settings: Settings) -> str | None:

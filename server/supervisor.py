@@ -15,12 +15,13 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 import structlog
-from fastapi import FastAPI
 from prometheus_client import Counter, Gauge
 from prometheus_client.multiprocess import mark_process_dead
 
 from auth.audit import SUPERVISOR, AuditLog
-from server import __version__
+from auth.database import Database
+from auth.services import Services
+from server.admin import create_admin_app
 from server.config import Settings
 from server.engine.client import EngineState
 from server.engine.core import EngineStartError
@@ -29,7 +30,6 @@ from server.engine.table import request_ids, shared_table
 from server.gateway import DRAINING
 from server.health import Health
 from server.messages import Attach, Attached, Channel, Check, Checked, Drain, EngineLost, Hello, Serve
-from server.routes.health import health_router
 from server.tasks import Tasks
 from server.worker import CUT_LIMIT_S, QuietServer, WorkerPlan, http_config, run
 
@@ -74,6 +74,7 @@ class Supervisor:
         self,
         settings: Settings,
         config: Any,
+        services: Services,
         listeners: list[socket.socket],
         admin: socket.socket,
         on_ready: Callable[[], None],
@@ -81,6 +82,7 @@ class Supervisor:
         """`config` is vLLM's; `listeners` has one listening socket for each worker."""
         self._settings = settings
         self._config = config
+        self._services = services
         self._listeners = listeners
         self._admin = admin
         self._on_ready = on_ready
@@ -113,15 +115,17 @@ class Supervisor:
     async def run(self) -> int:
         """Runs to the end and returns the exit code."""
         self._catch_signals()
-        app = FastAPI(title="Lapilli admin", version=__version__, openapi_url=None)
-        app.include_router(health_router(self._settings, self.health))
-        admin = QuietServer(http_config(app, self._settings))
+        database = Database(self._settings.auth.database_url)
+        await database.open()
         audit = AuditLog(self._settings.audit, SUPERVISOR)
         audit.open()
         audit.start()
+        app = create_admin_app(self._settings, self.health, database, self._services, audit)
+        admin = QuietServer(http_config(app, self._settings))
         serving = asyncio.create_task(admin.serve(sockets=[self._admin]))
         for number, listener in enumerate(self._listeners, start=1):
             self._start_worker(f"worker-{number}", listener)
+        self._tasks.spawn(self._services.follow())
         engine = asyncio.create_task(self._keep_engine())
         self._tasks.spawn(self._keep_gauge())
         try:
@@ -134,6 +138,7 @@ class Supervisor:
             admin.should_exit = True
             await serving
             await audit.close()
+            await database.close()
 
     async def _keep_gauge(self) -> None:
         """Writes `lapilli_ready`, also while nobody asks for health."""
@@ -176,7 +181,8 @@ class Supervisor:
     def _start_worker(self, name: str, listener: socket.socket, *, replaces: bool = False) -> None:
         ours, theirs = self._context.Pipe()
         table = shared_table(self._context)
-        plan = WorkerPlan(name, self._settings, self._config, listener, theirs, table, replaces)
+        services = self._services.table
+        plan = WorkerPlan(name, self._settings, self._config, services, listener, theirs, table, replaces)
         process: Any = self._context.Process(target=run, args=(plan,), name=name)  # type: ignore[attr-defined]
         process.start()
         theirs.close()

@@ -21,6 +21,7 @@ from sse_starlette.sse import AppStatus
 from auth.audit import AuditLog
 from auth.identity import Identity
 from auth.limiter import Limiter
+from auth.services import Services, ServiceTable, offer_of
 from metrics import batched
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
@@ -52,6 +53,8 @@ class WorkerPlan:
     settings: Settings
     config: Any
     """vLLM's VllmConfig, made and checked by the supervisor."""
+    services: ServiceTable
+    """The services in force; the worker follows their file from here."""
     listener: socket.socket
     channel: Connection
     table: Any
@@ -77,6 +80,7 @@ async def _serve(plan: WorkerPlan) -> None:
     settings = plan.settings
     identity = Identity(settings.auth, settings.jwt)
     await identity.start()
+    services = Services(settings.auth.services_file, offer_of(settings), plan.services)
     metrics = RequestMetrics(settings.engine.public_model_name)
     audit = AuditLog(settings.audit, plan.name)
     await asyncio.to_thread(audit.open)
@@ -84,13 +88,14 @@ async def _serve(plan: WorkerPlan) -> None:
     limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
     await limiter.open_store()
     engine = Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
-    gateway = Gateway(settings, identity, metrics, audit, engine, limiter)
+    gateway = Gateway(settings, identity, services, metrics, audit, engine, limiter)
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
     server = QuietServer(http_config(create_app(gateway), settings, context))
     worker = Worker(gateway, server, Channel(plan.channel))
     tasks = Tasks()
     tasks.spawn(batched.keep_flushing())
+    tasks.spawn(services.follow())
     if certificates is not None:
         tasks.spawn(certificates.follow())
     try:
@@ -181,7 +186,13 @@ class Worker:
         except EngineStartError as error:
             self._channel.send(Attached(str(error)))
             return
-        self._gateway.protocol = protocol = OpenAIProtocol(llm, self._gateway.settings)
+        protocol = OpenAIProtocol(llm, self._gateway.settings)
+        try:
+            await protocol.load_adapters()
+        except ValueError as error:
+            self._channel.send(Attached(f"LoRA adapter: {error}"))
+            return
+        self._gateway.protocol = protocol
         await asyncio.to_thread(protocol.warm_up)
         self._channel.send(Attached())
 

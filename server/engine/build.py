@@ -12,9 +12,11 @@ from typing import Any
 from server.config import Settings
 from server.config_sources import SettingsError
 from server.demo_model import ensure_demo_model
-from server.sections import DEMO_MODEL
+from server.sections import DEMO_MODEL, EngineSettings
 
 CPU_KV_CACHE_GIB = 2
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Of vLLM's MaxLoRARanks (vllm/config/lora.py)."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
 UNSAFE_ENVIRONMENT = ("VLLM_SERVER_DEV_MODE", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION")
@@ -118,12 +120,33 @@ def _engine_args(settings: Settings, model: str, *, on_cpu: bool) -> dict[str, A
         "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
         "max_num_seqs": engine.max_num_seqs,
     }
+    if engine.lora_adapters:
+        args |= _lora_args(engine)
     if not on_cpu:
         args["gpu_memory_utilization"] = engine.gpu_memory_utilization
     kv_cache_gib = engine.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
     if kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     return args
+
+
+def _lora_args(engine: EngineSettings) -> dict[str, Any]:
+    """vLLM's arguments for the adapters; raises SettingsError for a folder that holds none."""
+    ranks = []
+    for name, folder in engine.lora_adapters.items():
+        if name == engine.public_model_name:
+            raise SettingsError(f"engine.lora_adapters: {name} is the name of the model itself")
+        try:
+            rank = json.loads((Path(folder).expanduser() / "adapter_config.json").read_text())["r"]
+            if type(rank) is not int:
+                raise TypeError
+        except (OSError, ValueError, KeyError, TypeError):
+            raise SettingsError(f"engine.lora_adapters: {name}: no LoRA adapter in {folder}") from None
+        ranks.append(rank)
+    fitting = [rank for rank in LORA_RANKS if rank >= max(ranks)]
+    if not fitting:
+        raise SettingsError(f"engine.lora_adapters: ranks over {LORA_RANKS[-1]} are not supported")
+    return {"enable_lora": True, "max_loras": len(ranks), "max_lora_rank": fitting[0]}
 
 
 def _check_extra_args(extra: dict[str, Any], known: set[str]) -> None:

@@ -125,10 +125,11 @@ class StubCore:
     def _add(self, request: EngineCoreRequest) -> None:
         params = request.sampling_params or SamplingParams()
         prompt = request.prompt_token_ids or []
+        adapter = request.lora_request
         minimum = max(self._settings.output_tokens, params.min_tokens)
         self._streams[request.request_id] = Stream(
             request=request,
-            seed=zlib.crc32(repr(prompt).encode()),
+            seed=zlib.crc32(f"{prompt}{adapter.lora_name if adapter else ''}".encode()),
             due_at=time.monotonic() + self._settings.ttft_ms / 1000,
             limit=params.max_tokens or 1,
             natural_end=2**62 if params.ignore_eos else minimum,
@@ -172,6 +173,8 @@ class StubCore:
         answer = UtilityOutput(call_id)
         if method == "get_supported_tasks":
             answer.result = UtilityResult(["generate"])
+        elif method == "add_lora":
+            answer.result = UtilityResult(True)
         else:
             answer.failure_message = f"the stub engine has no {method}"
         self._send(client, EngineCoreOutputs(utility_output=answer))

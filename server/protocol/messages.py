@@ -84,7 +84,7 @@ class Messages:
 
     async def create(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one message: the JSON body, or a generator of SSE events. Raises ApiError."""
-        fields = self._parts.served(self._parts.validator.messages(body))
+        fields = self._parts.served(self._parts.validator.messages(body), ctx)
         request = parse(AnthropicMessagesRequest, fields)
         ctx.stream = bool(request.stream)
         result = await result_of(self._serving.create_messages(request, ctx))
@@ -93,9 +93,9 @@ class Messages:
             return json_of(result, exclude_none=True)
         return _events(result)
 
-    async def count_tokens(self, body: bytes) -> bytes:
+    async def count_tokens(self, body: bytes, ctx: RequestContext) -> bytes:
         """The number of input tokens the message would have. Raises ApiError."""
-        fields = self._parts.served(self._parts.validator.messages(body))
+        fields = self._parts.served(self._parts.validator.messages(body), ctx)
         request = parse(AnthropicCountTokensRequest, fields)
         return json_of(await result_of(self._serving.count_tokens(request)), exclude_none=True)
 

@@ -6,6 +6,7 @@ from typing import Any
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
 
+from server.context import RequestContext
 from server.errors import ApiError
 from server.sections import RequestSettings
 from server.validation import ModelLimits, Validator
@@ -22,9 +23,16 @@ class Parts:
     renderer: OnlineRenderer
     validator: Validator
 
-    def served(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The same fields, where the model they name is served here. Raises ApiError (404)."""
-        name = fields.get("model")
+    def served(self, fields: dict[str, Any], ctx: RequestContext) -> dict[str, Any]:
+        """The fields with the model of the service, where they name it or none; else 404 (ApiError).
+
+        A service's own name stands for its model. A service without a model offers all that are served.
+        """
+        name, service = fields.get("model"), ctx.service
+        if service is not None and service.model is not None:
+            if name not in (None, service.model, service.name):
+                raise unknown_model()
+            return fields | {"model": service.model}
         if name is not None and not self.models.is_base_model(name) and name not in self.models.lora_requests:
             raise unknown_model()
         return fields

@@ -129,7 +129,7 @@ class Responses:
 
     async def create(self, body: bytes, ctx: RequestContext) -> Answer:
         """Makes a response: its JSON body, or a generator of SSE events."""
-        fields = self._parts.served(self._parts.validator.responses(body))
+        fields = self._parts.served(self._parts.validator.responses(body), ctx)
         self._check_store(fields, ctx)
         response_id = PREFIX + ctx.id
         request = parse(ResponsesRequest, fields | {"request_id": response_id})

@@ -5,12 +5,13 @@ engine request id (vllm/entrypoints/generate/base/serving.py), and none of these
 """
 
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
 from server.config import Settings
@@ -35,7 +36,12 @@ class OpenAIProtocol:
         self.lean = True
         """Whether plain streams take the lean path; off, all take vLLM's (the reference in tests)."""
         name = settings.engine.public_model_name
-        parts = make_parts(llm, OpenAIServingModels(llm, [BaseModelPath(name, name)]), settings.requests)
+        adapters = [
+            LoRAModulePath(adapter, str(Path(folder).expanduser().resolve()))
+            for adapter, folder in settings.engine.lora_adapters.items()
+        ]
+        served = OpenAIServingModels(llm, [BaseModelPath(name, name)], lora_modules=adapters)
+        parts = make_parts(llm, served, settings.requests)
         self._parts = parts
         self._chat = LeanServingChat(llm, parts.models, "assistant", **parts.chat_options)
         self._completion = ReservingCompletion(
@@ -46,20 +52,24 @@ class OpenAIProtocol:
         self.messages = Messages(parts, self._chat)
         self.responses = Responses(parts, settings.gateway)
 
+    async def load_adapters(self) -> None:
+        """Loads the LoRA adapters into the engine. Raises ValueError."""
+        await self._parts.models.init_static_loras()
+
     def warm_up(self) -> None:
         """Renders one prompt, so that the first request does not pay for compiling the chat template."""
         self._parts.renderer.warmup()
 
     async def chat(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one chat completion: the JSON body, or a generator of SSE events. Raises ApiError."""
-        fields = self._parts.served(self._parts.validator.chat(body))
+        fields = self._parts.served(self._parts.validator.chat(body), ctx)
         request = _parse(ChatCompletionRequest, fields, ctx)
         ctx.lean = self.lean and self._chat.is_plain(request)
         return _answer(await result_of(self._chat.create_chat_completion(request)))
 
     async def completion(self, body: bytes, ctx: RequestContext) -> Answer:
         """Serves one text completion, as `chat`."""
-        fields = self._parts.served(self._parts.validator.completion(body))
+        fields = self._parts.served(self._parts.validator.completion(body), ctx)
         request = _parse(CompletionRequest, fields, ctx)
         return _answer(await result_of(self._completion.create_completion(request)))
 

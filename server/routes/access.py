@@ -11,15 +11,17 @@ from server.protocol.serving import OpenAIProtocol
 
 async def caller(request: Request) -> Principal:
     """Who calls; 401 without good credentials, 403 for who may not, 503 while that can't be known."""
+    gateway, ctx = gateway_of(request), context_of(request)
+    service = ctx.service or gateway.services.table.plain
     try:
-        principal = await gateway_of(request).identity.identify(request.headers.raw)
+        principal = await gateway.identity.identify(request.headers.raw, service)
     except BadCredentials as error:
         raise unauthorized(str(error), error.challenge) from None
     except Forbidden as error:
         raise forbidden(str(error), error.code, error.challenge) from None
     except IdentityUnavailable:
         raise unavailable("Credentials can't be checked at the moment.", retry_after_s=5) from None
-    context_of(request).principal = principal
+    ctx.principal = principal
     return principal
 
 

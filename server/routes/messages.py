@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
+from server.gateway import context_of
 from server.routes.access import ready_protocol
 from server.routes.answer import answer
 from server.routes.body import json_body
@@ -20,6 +21,5 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """The number of input tokens a message would have (Anthropic)."""
     protocol = await ready_protocol(request)
-    return Response(
-        await protocol.messages.count_tokens(await json_body(request)), media_type="application/json"
-    )
+    content = await protocol.messages.count_tokens(await json_body(request), context_of(request))
+    return Response(content, media_type="application/json")

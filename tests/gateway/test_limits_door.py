@@ -19,6 +19,7 @@ from auth.limits import SECOND_US
 from auth.limits_memory import MemoryStore
 from auth.limits_redis import RedisStore
 from auth.principal import Limits, Principal
+from auth.services import Offer, Services
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
@@ -91,12 +92,13 @@ async def door(
     requests = RequestMetrics("m")
     holder: list[Door] = []
 
-    async def identify(_headers: Any) -> Principal:
+    async def identify(_headers: Any, _service: Any) -> Principal:
         return holder[0].principal
 
     gateway = Gateway(
         Settings(),
         SimpleNamespace(identify=identify),  # type: ignore[arg-type]
+        Services(None, Offer(("m",), tokens=False)),
         requests,
         SimpleNamespace(ready=True, reason=None, track=lambda _ctx: None),  # type: ignore[arg-type]
         limiter,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, frontend, idle, latency, shapes, soak, specs
+from benchmarks import auth, figures, frontend, idle, latency, shapes, soak, specs
 from benchmarks.clients import split
 from benchmarks.load import Load, StreamResult
 from benchmarks.open_loop import FailedError, HttpClient, Schedule, poisson, prompt, timed
@@ -30,6 +30,13 @@ def test_a_wrong_server_name_is_an_error(text: str) -> None:
     """Nothing is guessed."""
     with pytest.raises(ValueError, match=r"."):
         specs.parse(text)
+
+
+def test_a_filled_key_cache_is_measured() -> None:
+    """A thousand keys and their thousand tenants are held, and all of them are good."""
+    found = asyncio.run(auth.key_cache(1000))
+    assert 0.1 < found["mb"] < 3
+    assert found["check_p50_us"] > 0
 
 
 def _options(**changed: Any) -> specs.EngineOptions:

@@ -153,7 +153,7 @@ FAILURES = {
         2,
         "unknown flag --port; did you mean --json?",
     ),
-    "command": (["sevre"], 2, "No such command 'sevre'. Did you mean 'serve'?"),
+    "command": (["confg"], 2, "No such command 'confg'. Did you mean 'config'?"),
     "database": (
         ["keys", "list", "--auth.database_url", "sqlite+aiosqlite:////"],
         1,

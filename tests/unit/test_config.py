@@ -79,7 +79,7 @@ def test_named_file_by_flag_beats_the_variable_and_replaces_the_default_file(fol
 @pytest.mark.parametrize("leaf", list(leaves()), ids=lambda leaf: leaf.path)
 def test_every_setting_can_be_set_by_file_environment_and_every_flag(leaf, folder):
     default = shown("", leaf.field.get_default(call_default_factory=True))
-    value = {"null": "7", "{}": '{"a": 1}'}.get(default, default)
+    value = {"null": "7", "{}": '{"a": "1"}'}.get(default, default)
     value = {"engine.enforce_eager": "true", "audit.hec_url": "https://c:8088"}.get(leaf.path, value)
     if leaf.path in ("jwt.issuer", "jwt.jwks_url"):
         value = "https://login.example"

@@ -16,6 +16,7 @@ SCRIPT = """
     from pathlib import Path
     import httpx
     from auth.audit import AuditLog
+    from auth.services import Offer, Services
     from metrics.requests import RequestMetrics
     from server.audit_sections import AuditSettings
     from server.logs import configure_logging
@@ -35,7 +36,10 @@ SCRIPT = """
         audit = AuditLog(AuditSettings(file=Path(sys.argv[1])), "worker-1")
         audit.open()
         audit.start()
-        layers = RequestScope(BodyLimit(app, 10_000), metrics=RequestMetrics("m"), limiter=None, audit=audit)
+        services = Services(None, Offer(("base",), tokens=False))
+        layers = RequestScope(
+            BodyLimit(app, 10_000), RequestMetrics("m"), services, limiter=None, audit=audit
+        )
         transport = httpx.ASGITransport(layers, raise_app_exceptions=False)
         headers = {"Authorization": "Bearer " + sys.argv[2], "X-Marker": sys.argv[2]}
         async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:

@@ -25,12 +25,14 @@ from auth.identity import Identity
 from auth.jwks import MAX_DOCUMENT_BYTES, Jwks, signing_keys
 from auth.jwt import TokenVerifier
 from auth.keys import new_key
+from auth.services import Service
 from auth.store import KeyStore
 from auth.tenants import TenantStore
 from server.auth_sections import AuthSettings, JwtSettings
 from tests.oidc import jwk, rsa_key, running_issuer
 
 AUDIENCE = "lapilli"
+PLAIN = Service(name="default", auth=["apikey", "jwt"])
 FIRST, SECOND, OTHER = rsa_key(), rsa_key(), rsa_key()
 
 
@@ -464,14 +466,14 @@ def test_keys_and_tokens_side_by_side(issuer, sqlite_url):
             identity = Identity(auth, options)
             await identity.start()
             bearer = [(b"authorization", b"Bearer " + token(issuer).encode())]
-            assert (await identity.identify([(b"x-api-key", secret.encode())])).key_name == "a"
+            assert (await identity.identify([(b"x-api-key", secret.encode())], PLAIN)).key_name == "a"
             if status == 200:
-                assert (await identity.identify(bearer)).key_name == "user-1"
+                assert (await identity.identify(bearer, PLAIN)).key_name == "user-1"
             else:
                 with pytest.raises(BadCredentials):
-                    await identity.identify(bearer)
+                    await identity.identify(bearer, PLAIN)
             with pytest.raises(BadCredentials):
-                await identity.identify([*bearer, (b"x-api-key", new_key().encode())])
+                await identity.identify([*bearer, (b"x-api-key", new_key().encode())], PLAIN)
             await identity.close()
 
     asyncio.run(run())

@@ -243,7 +243,7 @@ def test_bad_values_are_refused_in_one_line(sqlite_url):
         async with opened(sqlite_url) as parts:
             for values in BAD_KEYS:
                 with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
-                    await parts.keys.create(**{"name": "a"} | values)
+                    await parts.keys.create(values.pop("name", "a"), **values)
             for values in BAD_TENANTS:
                 with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
                     await parts.tenants.create("acme", **values)
