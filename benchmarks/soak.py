@@ -4,7 +4,8 @@
 
 Good requests, aborts (FIN and RST), bad input and slow readers run at a steady concurrency
 (benchmarks/traffic.py). With several workers, one is killed with SIGKILL every minute; the oldest is spared,
-so that one worker's memory can be followed from the start to the end. Exit code 1 when a criterion fails.
+so that one worker's memory can be followed from the start to the end. An audit collector (benchmarks/hec.py)
+comes and goes; at the end it has every record. Exit code 1 when a criterion fails.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import psutil
 
 from benchmarks import machine
 from benchmarks.servers import RunningServer, end_on_sigterm, started
+from benchmarks.soak_audit import AuditTrail
 from benchmarks.soak_checks import Check, Watch, all_checks, workers
 from benchmarks.specs import EngineOptions, Spec
 from benchmarks.traffic import Seen, Sizes, Traffic
@@ -41,8 +44,9 @@ MOST_SLOTS = 256  # that the setting allows
 class Soak:
     """One soak of `server`: warm-up, traffic with kills and samples, quiet, checks."""
 
-    def __init__(self, server: RunningServer, args: argparse.Namespace) -> None:
+    def __init__(self, server: RunningServer, args: argparse.Namespace, trail: AuditTrail) -> None:
         self._args = args
+        self._trail = trail
         self._server = server
         self._run_s = args.minutes * 60
         target = Target(server.url, server.key, server.model)
@@ -55,7 +59,7 @@ class Soak:
         await self._watch.baseline()
         stop = asyncio.Event()
         traffic = asyncio.create_task(self._traffic.run(self._args.concurrency, stop))
-        faults = [asyncio.create_task(work) for work in (self._kill(), self._sample(), self._tell())]
+        faults = [asyncio.create_task(work) for work in self._faults()]
         # Ends early when the server has ended, or when something here has failed.
         await asyncio.wait([traffic, *faults], timeout=self._run_s, return_when=asyncio.FIRST_COMPLETED)
         for fault in faults:
@@ -67,7 +71,14 @@ class Soak:
         stop.set()
         await traffic
         checks = await all_checks(self._watch, self._traffic.seen)
+        if self._server.alive():
+            kills = len(self._traffic.seen.kills_at)
+            checks.append(await self._trail.check(self._server, kills, self._args.concurrency))
         return _report(self._args, self._server, self._traffic.seen, self._watch, checks)
+
+    def _faults(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        restarts = self._trail.keep_restarting(self._args.collector_every_s)
+        return self._kill(), self._sample(), self._tell(), restarts
 
     async def _kill(self) -> None:
         """Kills a worker now and then; does nothing where there are no worker processes."""
@@ -142,8 +153,10 @@ def main() -> None:
     args.concurrency = args.concurrency or CONCURRENCY[args.engine]
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "soak.log"
+        trail = AuditTrail(Path(folder))
+        args.flags = [*args.flags, *trail.flags()]
         with started(Spec("lapilli", args.workers), options(args), log) as server:
-            report = asyncio.run(Soak(server, args).run())
+            report = asyncio.run(Soak(server, args, trail).run())
     print(text(report))
     if args.json:
         print(json.dumps(report))
@@ -160,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--engine", choices=sorted(SIZES), default="stub")
     add("--workers", type=int, default=1, help="gateway workers; above 1 they are killed in turn")
     add("--kill-every-s", type=float, default=60.0, help="seconds between two kills")
+    add("--collector-every-s", type=float, default=45.0, help="seconds between rests of the audit collector")
     add("--concurrency", type=int, help="requests at a time; else 24 over the stub, 6 over the demo model")
     add("--seed", type=int, default=0)
     add("--log", type=Path, help="keep the server's log here")

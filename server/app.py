@@ -24,7 +24,11 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes)
     app.add_middleware(
-        RequestScope, metrics=gateway.metrics, services=gateway.services, limiter=gateway.limiter
+        RequestScope,
+        metrics=gateway.metrics,
+        services=gateway.services,
+        limiter=gateway.limiter,
+        audit=gateway.audit,
     )
     if gateway.settings.gateway.cors_origins:
         app.add_middleware(Cors, settings=gateway.settings.gateway)

@@ -16,13 +16,29 @@ from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 from server.sections import Section, json_value
 
 STATE_DATABASE = "lapilli/lapilli.db"
+STATE_AUDIT_FILE = "lapilli/audit/audit.jsonl"
+STATE_SPOOL = "lapilli/audit/spool"
+
+
+def state_folder(env: Mapping[str, str]) -> Path:
+    """The user's state folder, by the XDG rules (a relative XDG_STATE_HOME does not count)."""
+    state = env.get("XDG_STATE_HOME", "")
+    return Path(state) if os.path.isabs(state) else Path(env.get("HOME") or Path.home()) / ".local" / "state"
 
 
 def default_database_url(env: Mapping[str, str]) -> str:
-    """SQLite file in the user's state folder, by the XDG rules (a relative XDG_STATE_HOME does not count)."""
-    state = env.get("XDG_STATE_HOME", "")
-    base = Path(state) if os.path.isabs(state) else Path(env.get("HOME") or Path.home()) / ".local" / "state"
-    return f"sqlite+aiosqlite:///{base / STATE_DATABASE}"
+    """SQLite file in the user's state folder."""
+    return f"sqlite+aiosqlite:///{state_folder(env) / STATE_DATABASE}"
+
+
+def state_defaults(env: Mapping[str, str]) -> dict[str, Any]:
+    """The settings whose defaults depend on the environment, by path."""
+    state = state_folder(env)
+    return {
+        "auth.database_url": default_database_url(env),
+        "audit.file": state / STATE_AUDIT_FILE,
+        "audit.spool_dir": state / STATE_SPOOL,
+    }
 
 
 def _async_database_url(value: str) -> str:

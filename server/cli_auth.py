@@ -13,6 +13,7 @@ from auth.records import ApiKey, Tenant, now
 from auth.services import load_services, offer_of
 from auth.store import DEFAULT_OVERLAP_S, KeyStore
 from auth.tenants import TenantStore
+from server.cli_audit import noted
 from server.commands import SettingsCommand, json_flag, load, print_json, print_table
 
 _FLAGS = ("config", "auth__database_url")
@@ -280,7 +281,8 @@ def _on_tenants(ctx: click.Context, action: Callable[[TenantStore], Coroutine[An
 def _with_database(
     ctx: click.Context, action: Callable[[Database], Coroutine[Any, Any, _Result]], *, upgrade: bool = True
 ) -> _Result:
-    settings = load(ctx).settings.auth
+    loaded = load(ctx).settings
+    settings = loaded.auth
 
     async def run() -> _Result:
         database = Database(settings.database_url)
@@ -293,7 +295,9 @@ def _with_database(
             await database.close()
 
     try:
-        return asyncio.run(run())
+        with noted(ctx, loaded.audit) as what:
+            what.result = result = asyncio.run(run())
+            return result
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

@@ -1,6 +1,6 @@
 """The one tree of settings: names, types, bounds, defaults, meaning.
 
-Its sections are in sections.py and auth_sections.py; loading is in config_sources.py.
+Its sections are in sections.py, auth_sections.py and audit_sections.py; loading is in config_sources.py.
 """
 
 import json
@@ -14,7 +14,8 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from server.auth_sections import STATE_DATABASE, AuthSettings, JwtSettings, LimitsSettings
+from server.audit_sections import AuditSettings
+from server.auth_sections import AuthSettings, JwtSettings, LimitsSettings, state_defaults
 from server.sections import (
     AdminSettings,
     EngineSettings,
@@ -65,6 +66,7 @@ class Settings(BaseSettings):
     auth: AuthSettings = Field(default_factory=AuthSettings)
     jwt: JwtSettings = JwtSettings()
     limits: LimitsSettings = LimitsSettings()
+    audit: AuditSettings = Field(default_factory=AuditSettings)
     log: LogSettings = LogSettings()
 
     @classmethod
@@ -100,8 +102,9 @@ class Leaf:
     @property
     def default_text(self) -> str:
         """The default as YAML and documents write it."""
-        if self.path == "auth.database_url":
-            return f"sqlite+aiosqlite:///<user state folder>/{STATE_DATABASE}"
+        varying = state_defaults({"XDG_STATE_HOME": "/<user state folder>"})
+        if self.path in varying:
+            return str(varying[self.path]).replace("/<", "<", 1)
         return json.dumps(self.field.default)
 
     @property
@@ -126,13 +129,15 @@ def leaves() -> Iterator[Leaf]:
             yield Leaf(f"{section}.{name}", field)
 
 
+SECRETS = frozenset({"admin.token", "audit.hec_token"})
+"""Leaves whose values are never shown."""
 _SECRET_NAME = re.compile(r"token|secret|passw|api_?key", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(://[^:@/]*):.*@")
 
 
 def shown(path: str, value: Any) -> str:
     """`value` as text for people; URL passwords and secret-looking `engine.args` become `***`."""
-    if path == "admin.token" and value is not None:
+    if value is not None and path in SECRETS:
         return "***"
     if path == "engine.args":
         return json.dumps(_masked(value), default=str) if isinstance(value, dict) else "***"

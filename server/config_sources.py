@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
-from server.auth_sections import default_database_url
+from server.auth_sections import state_defaults
 from server.config import ENV_PREFIX, Leaf, Settings, leaves, sections, shown
 
 DEFAULT_FILE = "configs/lapilli.yaml"
@@ -62,10 +62,11 @@ def load_settings(
     given.update(_from_file(flag_file or env.get(CONFIG_VARIABLE) or None, cwd or Path.cwd()))
     given.update(_from_env(env))
     given.update(flags)
-    tree: dict[str, dict[str, Any]] = {"auth": {"database_url": default_database_url(env)}}
-    for path, item in given.items():
+    tree: dict[str, dict[str, Any]] = {}
+    values = state_defaults(env) | {path: item.value for path, item in given.items()}
+    for path, value in values.items():
         section, name = path.split(".")
-        tree.setdefault(section, {})[name] = item.value
+        tree.setdefault(section, {})[name] = value
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
+from auth.audit_content import Content
 from auth.principal import Principal
 from auth.services import Service
 
@@ -25,12 +26,16 @@ class RequestContext:
     method: str
     path: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    client: str | None = None
+    """Its network address, a proxy's word only where the proxy is trusted (gateway.trusted_proxies)."""
     client_request_id: str | None = None
     """The caller's X-Request-Id: echoed for tracing, never the engine's id."""
     received_at: float = field(default_factory=time.monotonic)
     service: Service | None = None
     """The service whose endpoint was called; `path` is what follows the endpoint."""
     principal: Principal | None = None
+    model: str | None = None
+    """The served model's or adapter's name, once the engine is asked; never the client's word."""
     reservation: "Reservation | None" = None
     """What it holds of its tenant's limits; None before the door, and where limits are off."""
     stream: bool = False
@@ -47,6 +52,10 @@ class RequestContext:
     outcome: Outcome | None = None
     """Set where the status alone does not tell: a client that left, a stream that broke."""
 
+    request_bytes: int = 0
+    """Bytes of the request's body that were read."""
+    content: Content | None = None
+    """Body and answer, only for a tenant whose audit records hold them."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """Output tokens of all choices and prompts together."""
@@ -76,3 +85,16 @@ class RequestContext:
         if self.first_token_at is None or self.last_token_at is None or self.longest_choice_tokens < 2:
             return None
         return (self.last_token_at - self.first_token_at) / (self.longest_choice_tokens - 1)
+
+
+def keep_content(ctx: RequestContext, body: bytes) -> None:
+    """From now on the context gathers what is answered, beside `body`."""
+    ctx.content = content = Content(body)
+    send = ctx.send
+    assert send is not None
+
+    async def keeping(message: Message) -> None:
+        await send(message)
+        content.answered(message.get("body", b""))
+
+    ctx.send = keeping

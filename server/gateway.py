@@ -5,6 +5,7 @@ from typing import cast
 
 from starlette.requests import HTTPConnection
 
+from auth.audit import AuditLog
 from auth.identity import Identity
 from auth.limiter import Limiter
 from auth.services import Services
@@ -26,6 +27,7 @@ class Gateway:
     identity: Identity
     services: Services
     metrics: RequestMetrics
+    audit: AuditLog
     engine: Engine
     limiter: Limiter
     protocol: OpenAIProtocol | None = None

@@ -1,5 +1,6 @@
 """The ASGI layers around the router, RequestScope outside BodyLimit."""
 
+import re
 import time
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from auth.audit import AuditLog
 from auth.limiter import Limiter
 from auth.services import Services
 from metrics.requests import RequestMetrics
@@ -18,6 +20,8 @@ from server.limits import body_limit
 log = structlog.get_logger()
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_ADDRESS_CHARS = 45
+ADDRESS = re.compile(r"[0-9a-fA-F.:]+")
 QUIET_PATHS = frozenset({"/health", "/livez", "/readyz", "/metrics"})
 
 
@@ -29,11 +33,14 @@ class RequestScope:
     that. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
     """
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics, services: Services, limiter: Limiter) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: RequestMetrics, services: Services, limiter: Limiter, audit: AuditLog
+    ) -> None:
         self.app = app
         self.metrics = metrics
         self.services = services
         self.limiter = limiter
+        self.audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -44,6 +51,7 @@ class RequestScope:
         scope["path"] = path  # the routes are the same below each service's endpoint
         ctx = RequestContext(method=scope["method"], path=path, service=service, send=send)
         ctx.client_request_id = _client_request_id(scope)
+        ctx.client = _client(scope)
         state = scope.setdefault("state", {})
         state["context"] = ctx
         # Taken out of the scope: it would tie scope and connection into a reference cycle.
@@ -70,6 +78,8 @@ class RequestScope:
         if ctx.reservation is not None:
             self.limiter.settle_soon(ctx.reservation)
         self.metrics.end(ctx, duration_s)
+        if ctx.path not in QUIET_PATHS:
+            self.audit.request_ended(ctx, duration_s)
         write = log.debug if ctx.path in QUIET_PATHS else log.info
         write(
             "request",
@@ -107,6 +117,8 @@ def _noting_send(ctx: RequestContext, send: Send, body_pending: Callable[[], boo
             # Before the last byte: a client that goes on at once finds its place free.
             await ctx.reservation.settle_before_the_last_byte()
         await send(message)
+        if ctx.content is not None:
+            ctx.content.answered(message.get("body", b""))
 
     return noting
 
@@ -116,6 +128,12 @@ def _client_request_id(scope: Scope) -> str | None:
     value = Headers(scope=scope).get("x-request-id", "")
     fine = 0 < len(value) <= MAX_REQUEST_ID_CHARS and value.isascii() and value.isprintable()
     return value if fine else None
+
+
+def _client(scope: Scope) -> str | None:
+    """The address, where it is one: a proxy may hand on any text."""
+    host = (scope.get("client") or (None,))[0]
+    return host if host and len(host) <= MAX_ADDRESS_CHARS and ADDRESS.fullmatch(host) else None
 
 
 class BodyTooLarge(Exception):
@@ -140,16 +158,14 @@ class BodyLimit:
         ctx: RequestContext = scope["state"]["context"]
         declared = Headers(scope=scope).get("content-length", "")
         declared_bytes = int(declared) if declared.isdigit() else 0
-        received = 0
 
         async def limited() -> Message:
-            nonlocal received
             if declared_bytes > body_limit(ctx.principal, self.max_bytes):
                 raise BodyTooLarge
             message = await receive()
             if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > body_limit(ctx.principal, self.max_bytes):
+                ctx.request_bytes += len(message.get("body", b""))
+                if ctx.request_bytes > body_limit(ctx.principal, self.max_bytes):
                     raise BodyTooLarge
             return message
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import resource
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from auth import audit
 from auth.database import Database
 from auth.services import Services, offer_of
 from auth.store import KeyStore
@@ -21,7 +23,7 @@ from server.config_sources import Loaded, SettingsError
 from server.engine import build
 from server.engine.stub_model import write_stub_model
 from server.forking import start_fork_server
-from server.logs import configure_logging
+from server.logs import configure_logging, engine_logging
 from server.tls import check_tls
 
 log = structlog.get_logger()
@@ -42,6 +44,8 @@ def run(loaded: Loaded) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
     check_tls(settings.gateway)
+    if (problem := audit.problem(settings.audit)) is not None:
+        raise SettingsError(problem)
     _raise_descriptor_limit()
     if settings.jwt.issuer is not None and settings.jwt.audience is None:
         raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
@@ -53,6 +57,7 @@ def run(loaded: Loaded) -> None:
     build.prepare_environment(settings)
     with tempfile.TemporaryDirectory(prefix="lapilli-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        _log_as_we_do(settings, Path(folder))
         # Before the slow import of vLLM: a wrong folder is told at once.
         model = _model(settings, Path(folder))
         start_fork_server("server.supervisor")
@@ -60,6 +65,13 @@ def run(loaded: Loaded) -> None:
             code = runner.run(_serve(settings, model, services, listeners, admin))
     if code:
         raise SystemExit(code)
+
+
+def _log_as_we_do(settings: Settings, folder: Path) -> None:
+    """Has vLLM's processes log as ours do: it reads the file when imported. A user's own file goes first."""
+    file = folder / "vllm-logging.json"
+    file.write_text(json.dumps(engine_logging(settings.log)))
+    os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
 
 
 def _check_limits(settings: Settings) -> None:

@@ -18,6 +18,7 @@ import structlog
 from prometheus_client import Counter, Gauge
 from prometheus_client.multiprocess import mark_process_dead
 
+from auth.audit import SUPERVISOR, AuditLog
 from auth.database import Database
 from auth.services import Services
 from server.admin import create_admin_app
@@ -116,7 +117,10 @@ class Supervisor:
         self._catch_signals()
         database = Database(self._settings.auth.database_url)
         await database.open()
-        app = create_admin_app(self._settings, self.health, database, self._services)
+        audit = AuditLog(self._settings.audit, SUPERVISOR)
+        audit.open()
+        audit.start()
+        app = create_admin_app(self._settings, self.health, database, self._services, audit)
         admin = QuietServer(http_config(app, self._settings))
         serving = asyncio.create_task(admin.serve(sockets=[self._admin]))
         for number, listener in enumerate(self._listeners, start=1):
@@ -133,6 +137,7 @@ class Supervisor:
                 await self._host.stop()
             admin.should_exit = True
             await serving
+            await audit.close()
             await database.close()
 
     async def _keep_gauge(self) -> None:
@@ -204,7 +209,8 @@ class Supervisor:
     def _attach(self, worker: WorkerProcess) -> None:
         """Gives a worker a client slot of the running engine, when both are there."""
         host = self._host
-        if host is None or not worker.greeted or worker.host is host or self._state is EngineState.FAILED:
+        runs = self._state in (EngineState.CHECKING, EngineState.READY)
+        if host is None or not worker.greeted or worker.host is host or not runs:
             return
         slot = host.take_slot()
         if slot is None:

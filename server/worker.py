@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 from sse_starlette.sse import AppStatus
 
+from auth.audit import AuditLog
 from auth.identity import Identity
 from auth.limiter import Limiter
 from auth.services import Services, ServiceTable, offer_of
@@ -68,10 +69,14 @@ def run(plan: WorkerPlan) -> None:
     """Entry point of the process; returns when the supervisor says so or is gone."""
     setproctitle.setproctitle(f"lapilli-{plan.name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
-    configure_logging(plan.settings.log)
-    grammars = GrammarChecker(plan.config, plan.settings.requests)  # forks: before loop and threads
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(plan, grammars))
+    configure_logging(plan.settings.log, sees_requests=True)
+    try:
+        grammars = GrammarChecker(plan.config, plan.settings.requests)  # forks: before loop and threads
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(plan, grammars))
+    except Exception:
+        log.critical("worker_failed", worker=plan.name, exc_info=True)
+        raise SystemExit(1) from None
 
 
 async def _serve(plan: WorkerPlan, grammars: GrammarChecker) -> None:
@@ -80,10 +85,13 @@ async def _serve(plan: WorkerPlan, grammars: GrammarChecker) -> None:
     await identity.start()
     services = Services(settings.auth.services_file, offer_of(settings), plan.services)
     metrics = RequestMetrics(settings.engine.public_model_name)
+    audit = AuditLog(settings.audit, plan.name)
+    await asyncio.to_thread(audit.open)
+    audit.start()
     limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
     await limiter.open_store()
     engine = Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table, grammars)
-    gateway = Gateway(settings, identity, services, metrics, engine, limiter)
+    gateway = Gateway(settings, identity, services, metrics, audit, engine, limiter)
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
     server = QuietServer(http_config(create_app(gateway), settings, context))
@@ -101,6 +109,7 @@ async def _serve(plan: WorkerPlan, grammars: GrammarChecker) -> None:
         batched.flush()
         worker.close()
         grammars.close()
+        await audit.close()
         await limiter.close()
         await identity.close()
 

@@ -40,6 +40,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What commands keep goes into a folder of the tests, not into the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @dataclass
 class Server:
     """A running `lapilli serve`."""

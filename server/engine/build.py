@@ -96,9 +96,15 @@ def vllm_config(settings: Settings, model: str) -> Any:
 
 
 def client_config(config: Any) -> Any:
-    """A copy of vLLM's config for one client of a core: the core's own figures are added to it."""
+    """A copy of vLLM's config for one client of a core: the core's own figures are added to it.
+
+    The client leaves logging as it is (server/logs.py): AsyncLLM would set up vLLM's again.
+    """
     config = copy.copy(config)
     config.cache_config = copy.copy(config.cache_config)
+    config.logging_config = dataclasses.replace(
+        config.logging_config, configure_logging=False, pylogging_config_file=None
+    )
     return config
 
 

@@ -57,6 +57,7 @@ class TrackedLLM(AsyncLLM):
         if ctx is None:
             outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
             return self._checked(outputs, sampling_params)
+        ctx.model = self._model_name(kwargs)
         prompt = _salted(prompt, ctx)
         streamed = sampling_params.output_kind is RequestOutputKind.DELTA
         times = TokenTimes(ctx, self._on_gap, streamed=streamed)
@@ -87,6 +88,11 @@ class TrackedLLM(AsyncLLM):
             async for output in outputs:
                 yield output
 
+    def _model_name(self, options: dict[str, Any]) -> str:
+        """The name of what answers: an adapter's, or the model's."""
+        lora = options.get("lora_request")
+        return str(lora.lora_name if lora is not None else self.model_config.served_model_name)
+
     def _context(self, request_id: str) -> RequestContext | None:
         named = CONTEXT_ID.search(request_id)
         return self.contexts.get(named.group()) if named else None
@@ -102,6 +108,7 @@ class TrackedLLM(AsyncLLM):
                 async for output in outputs:
                     finished = output.finished
                     if ctx is not None:
+                        ctx.model = self._model_name(kwargs)
                         ctx.prompt_tokens += len(output.prompt_token_ids)
                     yield output
         finally:

@@ -16,6 +16,12 @@ from server.streaming import StreamBroken
 
 VLLM_SUFFIX = re.compile(r" \((parameter|value)=.*\)$", re.DOTALL)
 """vLLM's errors end in `(parameter=..., value=...)`: the first is OpenAI's `param`, the second the input."""
+QUOTING = re.compile(
+    r"^(Grammar error|Invalid grammar specification|Failed to (?:transform|compile) [a-z ]+"
+    r"|Error (?:parsing|serializing) [a-z ]+|Regex uses unsupported feature[a-z ]*): .*$",
+    re.DOTALL,
+)
+"""Errors whose details quote the schema or expression that the client sent."""
 ERROR_EVENT = 'data: {"error"'
 FIELD_NAME = re.compile(r"[a-z_]+")
 
@@ -73,7 +79,7 @@ def as_api_error(error: Exception) -> ApiError:
 def api_error(response: ErrorResponse) -> ApiError:
     """vLLM's error in OpenAI's words."""
     error = response.error
-    error.message = VLLM_SUFFIX.sub("", error.message)
+    error.message = QUOTING.sub(r"\1.", VLLM_SUFFIX.sub("", error.message))
     status = int(error.code)
     if status >= 500 and status != http.HTTPStatus.SERVICE_UNAVAILABLE:
         if "EngineCore encountered" in error.message or "EngineDead" in error.message:

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from server.context import RequestContext
+from server.context import RequestContext, keep_content
 from server.gateway import context_of, gateway_of
 from server.limits import admit
 from server.protocol.answers import Answer
@@ -23,6 +23,8 @@ async def answer(
     gateway, ctx = gateway_of(request), context_of(request)
     await admit(gateway.limiter, ctx)
     body = await json_body(request)
+    if gateway.audit.keeps_content(ctx.principal):
+        keep_content(ctx, body)
     gateway.engine.track(ctx)
     return await send(request, await until_disconnect(request, ctx, serve(body, ctx)))
 

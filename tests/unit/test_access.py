@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import httpx
 
+from auth.audit import AuditLog
 from auth.database import Database
 from auth.identity import Identity
 from auth.keys import new_key
@@ -16,6 +17,7 @@ from auth.tenants import TenantStore
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
+from server.audit_sections import AuditSettings
 from server.config import Settings
 from server.gateway import Gateway
 
@@ -38,8 +40,9 @@ async def opened(url):
     engine = SimpleNamespace(ready=False, reason=None, state="starting")
     services = Services(None, Offer(("base",), tokens=False), TABLE)
     metrics = RequestMetrics("base")
+    audit = AuditLog(AuditSettings(file=None), "worker-1")
     limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
-    app = create_app(Gateway(settings, identity, services, metrics, engine, limiter))
+    app = create_app(Gateway(settings, identity, services, metrics, audit, engine, limiter))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
             yield client, KeyStore(database), TenantStore(database)

@@ -1,17 +1,20 @@
 """The admin API over a real database, in this process: who may call it, what it does, bad input."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 import structlog
 
+from auth.audit import AuditLog
 from auth.cache import KeyCache
 from auth.database import Database
 from auth.services import Offer, Services
 from server.admin import create_admin_app
 from server.admin_token import admin_token
+from server.audit_sections import AuditSettings
 from server.config import Settings
 from server.config_sources import SettingsError
 from server.health import Health
@@ -21,20 +24,24 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @asynccontextmanager
-async def opened(url, **admin):
+async def opened(url, trail=None, **admin):
     database = Database(url)
     await database.open()
     await database.upgrade()
     settings = Settings.model_validate({"admin": {"token": TOKEN} | admin})
     services = Services(None, Offer(("base",), tokens=False))
+    audit = AuditLog(AuditSettings(file=trail), "supervisor")
+    audit.open()
+    audit.start()
     app = create_admin_app(
-        settings, lambda: Health(ready=True, state="ready", reason=None), database, services
+        settings, lambda: Health(ready=True, state="ready", reason=None), database, services, audit
     )
     transport = httpx.ASGITransport(app)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=HEADERS) as client:
             yield client, database
     finally:
+        await audit.close()
         await database.close()
 
 
@@ -201,3 +208,25 @@ def test_the_credential_in_the_settings(tmp_path):
             token(**admin)
         assert "\n" not in str(caught.value)
         assert TOKEN not in str(caught.value)
+
+
+def test_each_change_is_audited(url, tmp_path):
+    """What was done, to what, how it ended; no secret; what only reads leaves nothing."""
+    trail = tmp_path / "audit.jsonl"
+
+    async def run():
+        async with opened(url, trail) as (client, _):
+            key = (await client.post("/admin/keys", json={"name": "ci"})).json()
+            await client.get("/admin/keys")
+            await client.post(f"/admin/keys/{key['id']}/revoke")
+            await client.post("/admin/keys/key_nobody/revoke")
+            return key
+
+    key = asyncio.run(run())
+    records = [json.loads(line) for line in trail.read_text().splitlines()]
+    assert [(r["event"], r["actor"], r["action"], r["target"], r["outcome"]) for r in records] == [
+        ("admin", "admin-api", "keys.create", key["id"], "ok"),
+        ("admin", "admin-api", "keys.revoke", key["id"], "ok"),
+        ("admin", "admin-api", "keys.revoke", "key_nobody", "not_found"),
+    ]
+    assert key["key"] not in trail.read_text()

@@ -80,7 +80,7 @@ def test_named_file_by_flag_beats_the_variable_and_replaces_the_default_file(fol
 def test_every_setting_can_be_set_by_file_environment_and_every_flag(leaf, folder):
     default = shown("", leaf.field.get_default(call_default_factory=True))
     value = {"null": "7", "{}": '{"a": "1"}'}.get(default, default)
-    value = {"engine.enforce_eager": "true"}.get(leaf.path, value)
+    value = {"engine.enforce_eager": "true", "audit.hec_url": "https://c:8088"}.get(leaf.path, value)
     if leaf.path in ("jwt.issuer", "jwt.jwks_url"):
         value = "https://login.example"
     (folder / "f.yaml").write_text(
@@ -159,8 +159,7 @@ BAD_FILES = {
     "list": (
         "- 1\n",
         "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, stub, auth, jwt, limits, "
-        "log),"
-        " not a list",
+        "audit, log), not a list",
     ),
     "twice": ("log: {level: info}\nlog: {}\n", "bad.yaml: not YAML (key log appears twice, line 2)"),
     "syntax": ("gateway: [1\n", "bad.yaml: not YAML (expected ',' or ']', but got '<stream end>', line 2)"),
@@ -331,11 +330,14 @@ def test_documented_file_is_in_step_and_its_lines_are_the_defaults(folder):
     assert text == yaml_file(), "run python -m server.config_docs"
     uncommented = re.sub(r"^  # (\w+: )", r"  \1", text, flags=re.MULTILINE)
     (folder / "all.yaml").write_text(uncommented)
-    loaded = load_settings(["--config", "all.yaml", "--auth.database_url", MEMORY], {}, folder)
+    own = {"auth.database_url": MEMORY, "audit.file": "a.jsonl", "audit.spool_dir": "spool"}
+    flags = [word for path, value in own.items() for word in (f"--{path}", value)]
+    loaded = load_settings(["--config", "all.yaml", *flags], {}, folder)
     assert {path for path, origin in loaded.origins.items() if origin == "all.yaml"} == {
         leaf.path for leaf in leaves()
-    } - {"auth.database_url"}
-    assert loaded.settings == Settings.model_validate({"auth": {"database_url": MEMORY}})
+    } - set(own)
+    audit = {"file": "a.jsonl", "spool_dir": "spool"}
+    assert loaded.settings == Settings.model_validate({"auth": {"database_url": MEMORY}, "audit": audit})
 
 
 def test_documents_are_in_step():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from metrics.audit import AuditMetrics
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 
@@ -18,7 +19,8 @@ def test_every_metric_is_documented() -> None:
     """Each `lapilli_*` family stands in docs/operations.md."""
     text = (ROOT / "docs" / "operations.md").read_text()
     requests, limits = RequestMetrics("m"), LimitMetrics(CollectorRegistry())
-    families = [*requests.registry.collect(), *limits.registry.collect()]
+    registries = (requests.registry, limits.registry, AuditMetrics().registry)
+    families = [family for registry in registries for family in registry.collect()]
     assert families
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
