@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from server.auth_sections import STATE_DATABASE, AuthSettings, JwtSettings
 from server.sections import (
     AdminSettings,
+    BatchSettings,
     EngineSettings,
     GatewaySettings,
     LogSettings,
@@ -61,6 +62,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     selfcheck: SelfCheckSettings = SelfCheckSettings()
     requests: RequestSettings = RequestSettings()
+    batch: BatchSettings = BatchSettings()
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
     jwt: JwtSettings = JwtSettings()

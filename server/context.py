@@ -28,6 +28,8 @@ class RequestContext:
     service: Service | None = None
     """The service whose endpoint was called; `path` is what follows the endpoint."""
     principal: Principal | None = None
+    priority: int = 0
+    """The engine's: smaller goes first, where its scheduler asks (`scheduling_policy: priority`)."""
     stream: bool = False
     lean: bool = False
     """Whether its tokens take the lean path (server/engine/sink.py)."""

@@ -1,7 +1,7 @@
 """The ASGI layers around the router, RequestScope outside BodyLimit."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -114,17 +114,20 @@ class BodyTooLarge(Exception):
 class BodyLimit:
     """413 as soon as a body crosses `max_bytes`, declared or chunked; the connection is closed then."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, by_path: Mapping[str, int]) -> None:
+        """`by_path`: paths with limits of their own."""
         self.app = app
         self.max_bytes = max_bytes
+        self.by_path = by_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        max_bytes = self.by_path.get(scope["path"], self.max_bytes)
         declared = Headers(scope=scope).get("content-length", "")
-        too_large = declared.isdigit() and int(declared) > self.max_bytes
+        too_large = declared.isdigit() and int(declared) > max_bytes
         received = 0
 
         async def limited() -> Message:
@@ -134,19 +137,19 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
-                if received > self.max_bytes:
+                if received > max_bytes:
                     raise BodyTooLarge
             return message
 
         try:
             await self.app(scope, limited, send)
         except BodyTooLarge:
-            await self._refuse(scope, receive, send)
+            await self._refuse(scope, receive, send, max_bytes)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
         error = ApiError(
             413,
-            f"The request body is larger than {self.max_bytes} bytes.",
+            f"The request body is larger than {max_bytes} bytes.",
             code="request_too_large",
             headers={"Connection": "close"},
         )
