@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
 
 from auth.cache import KeyCache
 from auth.database import Database
@@ -10,9 +12,18 @@ from auth.errors import BadCredentials, Forbidden, KeyStoreUnavailable
 from auth.jwks import Jwks
 from auth.jwt import TokenVerifier, looks_like_token
 from auth.keys import parse_credentials
-from auth.principal import Principal
-from auth.services import Service
+from auth.principal import Limits, Principal
+from auth.services import NO_LIMITS, Service
 from server.auth_sections import AuthSettings, JwtSettings
+
+_least = lru_cache(maxsize=4096)(Limits.least)
+
+
+def _held_to(principal: Principal, limits: Limits) -> Principal:
+    """The caller, held to a service's limits where they are below its own."""
+    if limits == NO_LIMITS:
+        return principal
+    return replace(principal, key_limits=_least(principal.key_limits, limits))
 
 
 class Identity:
@@ -48,7 +59,7 @@ class Identity:
         Raises BadCredentials (401), Forbidden (403), IdentityUnavailable (503).
         """
         if service.auth == ("none",):
-            return await self._anonymous(service)
+            return _held_to(await self._anonymous(service), service.limits)
         credential = parse_credentials(headers)
         if looks_like_token(credential) and self._tokens is not None:
             if "jwt" not in service.auth:
@@ -59,7 +70,7 @@ class Identity:
                 raise BadCredentials("This service takes tokens, no API keys.")
             principal = await self._holder(credential)
         _check_service(principal, service)
-        return principal
+        return _held_to(principal, service.limits)
 
     async def owner(self, tenant: str, key_id: str, service: Service) -> Principal:
         """The caller that left work behind, as far as it may still call the service.
@@ -73,7 +84,7 @@ class Identity:
                 raise BadCredentials("The API key is revoked or expired, or its tenant is gone.")
             principal = entry.principal(key_id, key_id)
         _check_service(principal, service)
-        return principal
+        return _held_to(principal, service.limits)
 
     async def _holder(self, key: str) -> Principal:
         principal = await self._keys.authenticate(key)

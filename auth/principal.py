@@ -41,6 +41,11 @@ class Limits:
                 raise ValueError(f"{name} must be an integer from {least} to {most}, or null for no limit")
         return cls(**values)
 
+    def least(self, other: "Limits") -> "Limits":
+        """Of each kind the smaller limit of the two."""
+        pairs = {item.name: (getattr(self, item.name), getattr(other, item.name)) for item in fields(self)}
+        return Limits(**{name: min(set(pair) - {None}, default=None) for name, pair in pairs.items()})
+
     def to_mapping(self) -> dict[str, int | None]:
         """The limits that differ from the defaults, as `from_mapping` takes them."""
         values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}

@@ -23,6 +23,8 @@ POLL_S = 2.0
 PLAIN = "default"
 """The service of the plain paths (`/v1/...`); it is there also where the file does not declare it."""
 
+NO_LIMITS = Limits(requests_per_s=None)
+
 AuthKind = Literal["apikey", "jwt", "none"]
 _ENDPOINT = re.compile(r"/|(/[A-Za-z0-9][A-Za-z0-9._~-]*)+")
 _TAKEN = frozenset(
@@ -47,8 +49,8 @@ class Service(BaseModel):
     """Whose limits and prefix cache count for callers without credentials (`auth: none`)."""
     scopes: frozenset[str] = frozenset()
     """OAuth scopes a caller must hold, all of them."""
-    limits: Limits = Limits(requests_per_s=None)
-    """Of all callers of the service together; nothing set is no limit."""
+    limits: Limits = NO_LIMITS
+    """What each caller is held to where its own limits are higher; nothing set is no limit."""
 
     @field_validator("name", "tenant", mode="before")
     @classmethod

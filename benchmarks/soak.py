@@ -34,6 +34,8 @@ SIZES = {
 }
 CONCURRENCY = {"stub": 24, "vllm": 6}
 REPORT_EVERY_S = 30.0
+SPARE_SLOTS = 8
+MOST_SLOTS = 256  # that the setting allows
 
 
 class Soak:
@@ -124,10 +126,13 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _options(args: argparse.Namespace) -> EngineOptions:
+def options(args: argparse.Namespace) -> EngineOptions:
+    """The server's engine, with a client slot for each worker that is to be killed (and SPARE_SLOTS more)."""
     on_gpu = bool(machine.gpus())
     dtype = "auto" if on_gpu or args.engine == "stub" else "float32"
-    return EngineOptions(args.engine, "demo", DEMO_MODEL_NAME, on_gpu, dtype, lapilli_flags=args.flags)
+    slots = min(MOST_SLOTS, int(args.minutes * 60 / args.kill_every_s) + SPARE_SLOTS)
+    flags = ["--engine.spare_client_slots", str(slots), *args.flags]
+    return EngineOptions(args.engine, "demo", DEMO_MODEL_NAME, on_gpu, dtype, lapilli_flags=flags)
 
 
 def main() -> None:
@@ -137,7 +142,7 @@ def main() -> None:
     args.concurrency = args.concurrency or CONCURRENCY[args.engine]
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "soak.log"
-        with started(Spec("lapilli", args.workers), _options(args), log) as server:
+        with started(Spec("lapilli", args.workers), options(args), log) as server:
             report = asyncio.run(Soak(server, args).run())
     print(text(report))
     if args.json:

@@ -99,8 +99,10 @@ def environment(spec: Spec, options: EngineOptions, state: Path) -> dict[str, st
 def _lapilli_flags(spec: Spec, options: EngineOptions, port: int) -> list[str]:
     flags = ["--port", str(port), "--log-level", "warning", "--engine", options.engine]
     flags += ["--model", options.model, "--served-model-name", options.served_name]
+    # Measured is what the server can do, not what a tenant may ask of it.
+    flags += ["--limits.requests_per_s", "5000"]
     if spec.workers > 1:
-        flags += ["--gateway.workers", str(spec.workers)]
+        flags += ["--gateway.workers", str(spec.workers), "--limits.store", "none"]
     if options.engine == "vllm":
         flags += ["--dtype", options.dtype]
         flags += ["--engine.args", _json({"load_format": "dummy"})] if options.dummy_weights else []

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -24,11 +25,18 @@ class Target:
 
 
 def request(
-    target: Target, path: str, body: bytes | dict[str, Any], *, key: str | None = "", method: str = "POST"
+    target: Target,
+    path: str,
+    body: bytes | dict[str, Any],
+    *,
+    key: str | None = "",
+    method: str = "POST",
+    keep_open: bool = False,
 ) -> bytes:
     """The bytes of a request; `key` is the target's own unless given, None sends none."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {urlsplit(target.url).netloc}", "Connection: close"]
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {urlsplit(target.url).netloc}"]
+    lines += [] if keep_open else ["Connection: close"]
     if key is not None:
         lines.append(f"Authorization: Bearer {key or target.key}")
     lines += ["Content-Type: application/json", f"Content-Length: {len(data)}", "", ""]
@@ -55,6 +63,13 @@ class Connection:
         while (await self.reader.readline()).strip():
             pass
         return int(line.split()[1])
+
+    async def answer(self) -> tuple[int, bytes]:
+        """Status and body of an answer that tells its length, on a connection that stays open."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+        body = await self.reader.readexactly(int(length.group(1)) if length else 0)
+        return int(head.split(maxsplit=2)[1]), body
 
     async def body(self) -> bytes:
         """All that follows, until the server closes the connection."""

@@ -6,6 +6,7 @@ page calls first, and `keep_flushing` twice a second, for the page that another 
 """
 
 import asyncio
+import time
 from bisect import bisect_left
 from weakref import WeakSet
 
@@ -51,21 +52,27 @@ class BatchedCounter(Counter):
 
 
 class BatchedGauge(Gauge):
-    """A Gauge whose last value waits for `flush`; it is set and nothing else."""
+    """A Gauge whose last value waits for `flush`; it is set and nothing else.
+
+    Of several processes the one that set it last counts (`mostrecent`), not the one that flushed last: when
+    the engine falls idle only one of them hears of it.
+    """
 
     def _metric_init(self) -> None:
         super()._metric_init()
         self._pending: float | None = None
+        self._set_at = 0.0
         _all.add(self)
 
     def set(self, value: float) -> None:
         """The value from the next flush on."""
-        self._pending = value
+        self._pending = float(value)
+        self._set_at = time.time()
 
     def flush(self) -> None:
         """Writes what has been gathered."""
         if self._pending is not None:
-            super().set(self._pending)
+            self._value.set(self._pending, timestamp=self._set_at if self._is_most_recent else None)
             self._pending = None
 
 

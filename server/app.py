@@ -24,7 +24,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_middleware(HeadAsGet)
     uploads = {files.PATH: files.max_upload_bytes(gateway.settings.batch)}
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes, by_path=uploads)
-    app.add_middleware(RequestScope, metrics=gateway.metrics, services=gateway.services)
+    app.add_middleware(
+        RequestScope, metrics=gateway.metrics, services=gateway.services, limiter=gateway.limiter
+    )
     if gateway.settings.gateway.cors_origins:
         app.add_middleware(Cors, settings=gateway.settings.gateway)
     return app

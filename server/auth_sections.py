@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from redis.connection import parse_url
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
-from server.sections import Section
+from server.sections import Section, json_value
 
 STATE_DATABASE = "lapilli/lapilli.db"
 
@@ -132,3 +133,67 @@ class JwtSettings(Section):
         5.0, gt=0, description="Least seconds between fetches, however many unknown key ids arrive."
     )
     jwks_timeout_s: float = Field(5.0, gt=0, le=60, description="Seconds that one fetch may take.")
+
+
+LimitName = Literal[
+    "requests_per_s",
+    "requests_per_min",
+    "tokens_per_min",
+    "parallel_requests",
+    "tokens_per_day",
+    "tokens_per_month",
+]
+
+
+def _redis_url(value: str) -> str:
+    """Checks that redis-py can read the URL; quotes nothing of it."""
+    try:
+        parse_url(value)  # type: ignore[no-untyped-call]
+    except ValueError:
+        raise ValueError("not a Redis URL (redis://, rediss:// or unix://)") from None
+    return value
+
+
+def _names(value: Any) -> Any:
+    """A list, or text as in `a,b`; JSON text too, as the environment and flags carry lists."""
+    if isinstance(value, str):
+        value = json_value(value) if value.lstrip().startswith("[") else value.split(",")
+    if not isinstance(value, list | tuple):
+        raise ValueError("must be a list of limits")
+    return tuple(str(name).strip() for name in value if str(name).strip())
+
+
+class LimitsSettings(Section):
+    """How much tenants may use, where that is counted, and what holds for tenants that set no limit."""
+
+    store: Literal["memory", "redis", "none"] = Field(
+        "memory",
+        description="`memory`: for one worker; `redis`: for several workers or hosts; `none`: no limits.",
+    )
+    redis_url: Annotated[str, AfterValidator(_redis_url)] = Field(
+        "redis://127.0.0.1:6379/0",
+        repr=False,
+        description="Redis 6.2 or newer, for `store: redis`: redis://, rediss:// (TLS) or unix://.",
+    )
+    redis_timeout_s: float = Field(1.0, gt=0, le=60, description="Seconds Redis may take to answer.")
+    fail_open: bool = Field(
+        False, description="Admit requests while Redis can't be asked; off: they get 503 with Retry-After."
+    )
+    shadow: Annotated[tuple[LimitName, ...], BeforeValidator(_names)] = Field(
+        (), description="Limits that only count what they would refuse; several joined by commas."
+    )
+    requests_per_s: int | None = Field(
+        100, ge=10, le=5000, description="Requests per second, by default; null: no limit."
+    )
+    requests_per_min: int | None = Field(None, ge=1, description="Requests per minute, by default.")
+    tokens_per_min: int | None = Field(
+        None, ge=1, description="Tokens per minute, prompt and output, by default."
+    )
+    parallel_requests: int | None = Field(
+        None, ge=1, description="Requests that may run at the same time, by default."
+    )
+    tokens_per_day: int | None = Field(None, ge=1, description="Tokens per UTC day, by default.")
+    tokens_per_month: int | None = Field(None, ge=1, description="Tokens per UTC calendar month, by default.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="Most output tokens of one choice that a request may ask for, by default."
+    )

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from server.auth_sections import STATE_DATABASE, AuthSettings, JwtSettings
+from server.auth_sections import STATE_DATABASE, AuthSettings, JwtSettings, LimitsSettings
 from server.sections import (
     AdminSettings,
     BatchSettings,
@@ -66,6 +66,7 @@ class Settings(BaseSettings):
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
     jwt: JwtSettings = JwtSettings()
+    limits: LimitsSettings = LimitsSettings()
     log: LogSettings = LogSettings()
 
     @classmethod

@@ -5,12 +5,15 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.types import Send
 
 from auth.principal import Principal
 from auth.services import Service
+
+if TYPE_CHECKING:
+    from auth.limiter import Reservation
 
 Outcome = Literal["ok", "client_error", "server_error", "disconnected", "stream_error"]
 
@@ -28,6 +31,8 @@ class RequestContext:
     service: Service | None = None
     """The service whose endpoint was called; `path` is what follows the endpoint."""
     principal: Principal | None = None
+    reservation: "Reservation | None" = None
+    """What it holds of its tenant's limits; None before the door, and where limits are off."""
     priority: int = 0
     """The engine's: smaller goes first, where its scheduler asks (`scheduling_policy: priority`)."""
     stream: bool = False

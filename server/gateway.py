@@ -7,6 +7,7 @@ from typing import cast
 from starlette.requests import HTTPConnection
 
 from auth.identity import Identity
+from auth.limiter import Limiter
 from auth.services import Services
 from metrics.requests import RequestMetrics
 from server.batches.files import FileStore
@@ -29,6 +30,7 @@ class Gateway:
     services: Services
     metrics: RequestMetrics
     engine: Engine
+    limiter: Limiter
     protocol: OpenAIProtocol | None = None
     """vLLM's serving classes; None until the worker is attached to an engine."""
     draining: bool = False

@@ -8,10 +8,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from auth.limiter import Limiter
 from auth.services import Services
 from metrics.requests import RequestMetrics
 from server.context import RequestContext
 from server.errors import ApiError, internal_error
+from server.limits import body_limit
 
 log = structlog.get_logger()
 
@@ -23,14 +25,15 @@ class RequestScope:
     """Makes the request's context, and is the one place where every request ends.
 
     However it ends (answer, exception, cancel, a client that left), the context is observed and logged
-    once; a request with work in the background ends with that. An exception that nobody mapped becomes a
-    500, or cuts the connection after the first byte.
+    once, and what it held of its tenant's limits is settled; a request with work in the background ends with
+    that. An exception that nobody mapped becomes a 500, or cuts the connection after the first byte.
     """
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics, services: Services) -> None:
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics, services: Services, limiter: Limiter) -> None:
         self.app = app
         self.metrics = metrics
         self.services = services
+        self.limiter = limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -64,6 +67,8 @@ class RequestScope:
                 ctx.background.add_done_callback(lambda _: self._end(ctx, time.perf_counter() - started))
 
     def _end(self, ctx: RequestContext, duration_s: float) -> None:
+        if ctx.reservation is not None:
+            self.limiter.settle_soon(ctx.reservation)
         self.metrics.end(ctx, duration_s)
         write = log.debug if ctx.path in QUIET_PATHS else log.info
         write(
@@ -93,8 +98,14 @@ def _noting_send(ctx: RequestContext, send: Send, body_pending: Callable[[], boo
             ctx.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = ctx.client_request_id or ctx.id
+            if ctx.reservation is not None:
+                for name, value in ctx.reservation.headers.items():
+                    headers.append(name, value)
             if body_pending is not None and body_pending():
                 headers["Connection"] = "close"  # the rest of the body is not waited for
+        elif ctx.reservation is not None and not message.get("more_body") and ctx.background is None:
+            # Before the last byte: a client that goes on at once finds its place free.
+            await ctx.reservation.settle_before_the_last_byte()
         await send(message)
 
     return noting
@@ -112,7 +123,10 @@ class BodyTooLarge(Exception):
 
 
 class BodyLimit:
-    """413 as soon as a body crosses `max_bytes`, declared or chunked; the connection is closed then."""
+    """413 as soon as a body crosses its limit, declared or chunked; the connection is closed then.
+
+    The limit is the caller's own, once a route has found out who calls, else `max_bytes`.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, by_path: Mapping[str, int]) -> None:
         """`by_path`: paths with limits of their own."""
@@ -125,31 +139,34 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        max_bytes = self.by_path.get(scope["path"], self.max_bytes)
+        ctx: RequestContext = scope["state"]["context"]
         declared = Headers(scope=scope).get("content-length", "")
-        too_large = declared.isdigit() and int(declared) > max_bytes
+        declared_bytes = int(declared) if declared.isdigit() else 0
         received = 0
 
         async def limited() -> Message:
             nonlocal received
-            if too_large:
+            if declared_bytes > self._limit(ctx):
                 raise BodyTooLarge
             message = await receive()
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
-                if received > max_bytes:
+                if received > self._limit(ctx):
                     raise BodyTooLarge
             return message
 
         try:
             await self.app(scope, limited, send)
         except BodyTooLarge:
-            await self._refuse(scope, receive, send, max_bytes)
+            await self._refuse(scope, receive, send, self._limit(ctx))
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
+    def _limit(self, ctx: RequestContext) -> int:
+        return self.by_path.get(ctx.path) or body_limit(ctx.principal, self.max_bytes)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
         error = ApiError(
             413,
-            f"The request body is larger than {max_bytes} bytes.",
+            f"The request body is larger than {limit} bytes.",
             code="request_too_large",
             headers={"Connection": "close"},
         )

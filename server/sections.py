@@ -18,7 +18,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Environment and flags carry lists and `engine.args` as JSON text; YAML carries them as they are."""
     if not isinstance(value, str):
         return value
@@ -31,7 +31,7 @@ def _json_value(value: Any) -> Any:
 def _texts(value: Any) -> tuple[str, ...]:
     """A list (or its JSON), or text with commas."""
     if isinstance(value, str):
-        value = _json_value(value) if value.startswith("[") else value.split(",")
+        value = json_value(value) if value.startswith("[") else value.split(",")
     if not isinstance(value, list | tuple):
         raise ValueError("not a list")
     return tuple(text for part in value if (text := str(part).strip()))
@@ -196,10 +196,10 @@ class EngineSettings(Section):
     max_restarts: int = Field(
         5, ge=0, description="Engine restarts in a row (none serving for 10 minutes) before the server ends."
     )
-    lora_adapters: Annotated[dict[str, str], BeforeValidator(_json_value)] = Field(
+    lora_adapters: Annotated[dict[str, str], BeforeValidator(json_value)] = Field(
         {}, description="LoRA adapters by the name clients use: folders in PEFT's format, loaded at start."
     )
-    args: Annotated[dict[str, Any], BeforeValidator(_json_value)] = Field(
+    args: Annotated[dict[str, Any], BeforeValidator(json_value)] = Field(
         {},
         description="Further vLLM engine arguments by name; a JSON object in the environment and in flags.",
     )

@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 import importlib.util
-import multiprocessing
 import os
+import resource
 import socket
 import tempfile
-from multiprocessing import forkserver
 from pathlib import Path
 
 import structlog
@@ -21,6 +20,7 @@ from server.config import Settings
 from server.config_sources import Loaded, SettingsError
 from server.engine import build
 from server.engine.stub_model import write_stub_model
+from server.forking import start_fork_server
 from server.logs import configure_logging
 from server.tls import check_tls
 
@@ -28,6 +28,7 @@ log = structlog.get_logger()
 
 LISTEN_BACKLOG = 2048
 SEND_BUFFER_BYTES = 2**18
+MAX_DESCRIPTORS = 2**16
 
 
 def run(loaded: Loaded) -> None:
@@ -41,10 +42,12 @@ def run(loaded: Loaded) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
     check_tls(settings.gateway)
+    _raise_descriptor_limit()
     if settings.jwt.issuer is not None and settings.jwt.audience is None:
         raise SettingsError("jwt.issuer needs jwt.audience: tokens meant for others must not be good here")
     admin_token(settings)
     services = Services(settings.auth.services_file, offer_of(settings))
+    _check_limits(settings)
     listeners = _listeners(settings)
     admin = _listen("admin", settings.admin.host, settings.admin.port)
     build.prepare_environment(settings)
@@ -52,13 +55,31 @@ def run(loaded: Loaded) -> None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         # Before the slow import of vLLM: a wrong folder is told at once.
         model = _model(settings, Path(folder))
-        # The workers are forked from a process that has imported everything once: they share its memory.
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["server.preload"])
-        forkserver.ensure_running()
+        start_fork_server("server.supervisor")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(_serve(settings, model, services, listeners, admin))
     if code:
         raise SystemExit(code)
+
+
+def _check_limits(settings: Settings) -> None:
+    """A limit counted in each of several workers would be a wrong limit."""
+    workers = settings.gateway.workers
+    if settings.limits.store == "memory" and workers > 1:
+        raise SettingsError(
+            f"limits.store: memory counts in one worker alone, and gateway.workers is {workers}; "
+            "use redis (limits.redis_url), or none to serve without limits"
+        )
+    if settings.limits.store == "none":
+        log.warning("limits_off", reason="limits.store is none")
+
+
+def _raise_descriptor_limit() -> None:
+    """Each connection takes a file descriptor; the usual soft limit is 1024. Processes below inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _model(settings: Settings, folder: Path) -> str:

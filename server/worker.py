@@ -19,8 +19,10 @@ import uvloop
 from sse_starlette.sse import AppStatus
 
 from auth.identity import Identity
+from auth.limiter import Limiter
 from auth.services import Services, ServiceTable, offer_of
 from metrics import batched
+from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
 from server.batches.runner import BatchRunner
@@ -76,13 +78,10 @@ async def _serve(plan: WorkerPlan) -> None:
     await identity.start()
     services = Services(settings.auth.services_file, offer_of(settings), plan.services)
     metrics = RequestMetrics(settings.engine.public_model_name)
-    gateway = Gateway(
-        settings,
-        identity,
-        services,
-        metrics,
-        Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table),
-    )
+    limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
+    await limiter.open_store()
+    engine = Engine(settings, plan.config, metrics.gap, metrics.lag, plan.table)
+    gateway = Gateway(settings, identity, services, metrics, engine, limiter)
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
     server = QuietServer(http_config(create_app(gateway), settings, context))
@@ -101,6 +100,7 @@ async def _serve(plan: WorkerPlan) -> None:
         tasks.cancel()
         batched.flush()
         worker.close()
+        await limiter.close()
         await identity.close()
 
 

@@ -1,14 +1,16 @@
 """Servers for the tests: real processes on free loopback ports, started once where tests can share them."""
 
+import ctypes
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,8 +123,9 @@ def running(folder: Path, *flags: str, wait: bool = True) -> Iterator[Server]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "server", "serve", "--port", str(port), "--admin.port", str(admin),
-             "--log.format", "json", *flags],
+             "--log.format", "json", "--limits.requests_per_s", "5000", *flags],
             cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_end_with_parent,
         )  # fmt: skip
     server = Server(f"http://127.0.0.1:{port}", process, f"http://127.0.0.1:{admin}", log, folder)
     try:
@@ -131,6 +134,11 @@ def running(folder: Path, *flags: str, wait: bool = True) -> Iterator[Server]:
         yield server
     finally:
         end(process)
+
+
+def _end_with_parent() -> None:
+    """SIGTERM for the server when pytest is killed (prctl 2): nothing else would end it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
@@ -147,8 +155,56 @@ def children(pid: int, name: str) -> list[int]:
     """Process ids below `pid` whose command line holds `name`."""
     import psutil
 
-    found = psutil.Process(pid).children(recursive=True)
-    return [child.pid for child in found if name in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # ended meanwhile
+            if name in " ".join(child.cmdline()):
+                found.append(child.pid)
+    return found
+
+
+@contextmanager
+def redis_server(
+    folder: Path, port: int | None = None, *flags: str
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """A Redis that keeps nothing on disk, in `folder`; yields its URL and process, ended on leaving."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed (CI installs it)")
+    port = port or free_port()
+    command = [
+        "redis-server",
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--dir",
+        str(folder),
+        "--save",
+        "",
+        *flags,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        poll(lambda: _accepts(port), "Redis accepts connections")
+        yield f"redis://127.0.0.1:{port}/0", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis shared by all tests that use accounts of their own."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as (url, _):
+        yield url
 
 
 @pytest.fixture(scope="session")

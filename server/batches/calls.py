@@ -13,6 +13,7 @@ from auth.services import Service
 from server.context import RequestContext
 from server.errors import ApiError, internal_error
 from server.gateway import Gateway
+from server.limits import admit, body_limit
 from server.protocol.answers import Answer
 from server.protocol.serving import OpenAIProtocol
 
@@ -20,8 +21,6 @@ log = structlog.get_logger()
 
 PRIORITY = 100
 """Behind all requests of clients, whose priority is 0."""
-RETRIED = frozenset({429, 503})
-"""Not now: the line is tried again."""
 ENDPOINTS: dict[str, Callable[[OpenAIProtocol], Callable[..., Coroutine[Any, Any, Answer]]]] = {
     "/v1/chat/completions": lambda protocol: protocol.chat,
     "/v1/completions": lambda protocol: protocol.completion,
@@ -40,7 +39,8 @@ class CallResult:
     status: int
     request_id: str
     body: bytes
-    retry_after_s: int
+    retry_after_s: int | None
+    """Not now: to be tried again after so many seconds."""
 
 
 async def call(
@@ -51,7 +51,7 @@ async def call(
     ctx = RequestContext("POST", endpoint, service=service, principal=caller, priority=PRIORITY)
     gateway.metrics.begin_line()
     try:
-        answer, retry_after_s = await _answer(gateway, body, ctx), 0
+        answer, retry_after_s = await _answer(gateway, body, ctx), None
         ctx.status = 200
     except ApiError as error:
         ctx.status = error.status
@@ -59,10 +59,12 @@ async def call(
     except Exception:
         log.exception("unhandled_error", request_id=ctx.id, path=ctx.path)
         ctx.status = 500
-        answer, retry_after_s = orjson.dumps(internal_error().body(endpoint)), 0
+        answer, retry_after_s = orjson.dumps(internal_error().body(endpoint)), None
     finally:
         if ctx.status is None:
             ctx.outcome = "disconnected"
+        if ctx.reservation is not None:
+            gateway.limiter.settle_soon(ctx.reservation)
         gateway.metrics.end_line(ctx)
     return CallResult(ctx.status, ctx.id, answer, retry_after_s)
 
@@ -71,6 +73,9 @@ async def _answer(gateway: Gateway, body: bytes, ctx: RequestContext) -> bytes:
     assert gateway.protocol is not None
     if _asks_for_stream(body):
         raise ApiError(400, "A request of a batch can't be streamed.", param="stream")
+    if len(body) > (limit := body_limit(ctx.principal, gateway.settings.gateway.max_body_bytes)):
+        raise ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
+    await admit(gateway.limiter, ctx)
     gateway.engine.track(ctx)
     answer = await ENDPOINTS[ctx.path](gateway.protocol)(body, ctx)
     assert isinstance(answer, bytes)
@@ -84,5 +89,8 @@ def _asks_for_stream(body: bytes) -> bool:
         return False  # the endpoint says what is wrong with it
 
 
-def _seconds(error: ApiError) -> int:
+def _seconds(error: ApiError) -> int | None:
+    """When to try again; None for what would be refused again, as where a quota is used up."""
+    if error.status not in (429, 503) or error.headers.get("x-should-retry") == "false":
+        return None
     return int(error.headers.get("Retry-After", 1))

@@ -11,7 +11,7 @@ from auth import records
 from auth.errors import BadCredentials, Forbidden, IdentityUnavailable
 from auth.principal import Principal
 from auth.services import Service
-from server.batches.calls import RETRIED, call
+from server.batches.calls import call
 from server.batches.leases import LeaseLost, Leases, Result
 from server.batches.lines import (
     ENVELOPE_BYTES,
@@ -216,7 +216,7 @@ class BatchTurn:
         while True:
             answer = await call(self._gateway, batch.endpoint, bytes(line.body), *self._owner)
             tries += answer.status == 503
-            if answer.status not in RETRIED or tries == MAX_TRIES:
+            if answer.retry_after_s is None or tries == MAX_TRIES:
                 break
             await self._pause(answer.retry_after_s)
             if self._must_stop():

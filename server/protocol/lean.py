@@ -11,10 +11,12 @@ from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
 
 from server.engine.llm import LeanRequest
 from server.protocol.frames import ChatFrames, StreamFrames
+from server.protocol.reserving import reserve_tokens
 from server.streaming import DONE
 
 
@@ -44,6 +46,15 @@ class LeanServingChat(OpenAIServingChat):
             and not (options and options.include_usage and options.continuous_usage_stats)
             and self.engine_client.vllm_config.scheduler_config.stream_interval == 1
         )
+
+    async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
+        """As vLLM's, then reserves tokens; raises ApiError where a limit refuses."""
+        result = await super().render_chat_request(request)
+        if not isinstance(result, ErrorResponse):
+            await reserve_tokens(
+                self, request, result[1], self.engine_client.contexts.get(request.request_id)
+            )
+        return result
 
     def chat_completion_stream_generator(
         self,

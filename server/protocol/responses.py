@@ -9,6 +9,7 @@ import structlog
 from pydantic import BaseModel
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
 
 from server.context import RequestContext
@@ -16,6 +17,7 @@ from server.errors import ApiError
 from server.protocol.answers import ENGINE_ERRORS, Answer, as_api_error, json_of, result_of
 from server.protocol.bodies import parse
 from server.protocol.parts import Parts
+from server.protocol.reserving import reserve_tokens
 from server.protocol.response_store import OPEN, ResponseStore
 from server.sections import GatewaySettings
 from server.streaming import StreamBroken
@@ -42,6 +44,16 @@ class ServingResponses(OpenAIServingResponses):
         self.store = store
         self.enable_store = enabled
         self.response_store, self.msg_store, self.event_store = store.responses, store.messages, store.events
+
+    async def _render_resolved_response_inputs(
+        self, request: ResponsesRequest, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As vLLM's, then reserves tokens; raises ApiError where a limit refuses."""
+        result = await super()._render_resolved_response_inputs(request, *args, **kwargs)
+        if not isinstance(result, ErrorResponse):
+            ctx = self.engine_client.contexts.get(request.request_id.removeprefix(PREFIX))
+            await reserve_tokens(self, request, [result.engine_input], ctx)
+        return result
 
     def _convert_generation_error_to_streaming_response(self, e: GenerationError) -> str:
         # vLLM makes a text of it that its own event models refuse.

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
@@ -23,6 +22,7 @@ from server.protocol.lean import LeanServingChat
 from server.protocol.messages import Messages
 from server.protocol.models import Models
 from server.protocol.parts import make_parts
+from server.protocol.reserving import ReservingCompletion
 from server.protocol.responses import Responses
 from server.protocol.tokens import Tokens
 
@@ -44,7 +44,7 @@ class OpenAIProtocol:
         parts = make_parts(llm, served, settings.requests)
         self._parts = parts
         self._chat = LeanServingChat(llm, parts.models, "assistant", **parts.chat_options)
-        self._completion = OpenAIServingCompletion(
+        self._completion = ReservingCompletion(
             llm, parts.models, online_renderer=parts.renderer, request_logger=None
         )
         self.models = Models(parts.models)

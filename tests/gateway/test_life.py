@@ -71,6 +71,9 @@ def _model(tmp_path: Path, **files: str) -> str:
     [
         (("--gateway.prot", "1"), "did you mean"),
         (("--port", "99999"), "99999"),
+        (("--workers", "2"), "limits.store: memory counts in one worker alone"),
+        (("--limits.redis_url", "http://x"), "not a Redis URL"),
+        (("--limits.shadow", "tokens_per_min,tokens"), "limits.shadow"),
         (("--model", "/no/such/folder"), "neither a folder nor a hub name"),
         (("--model", "EMPTY"), "config.json is missing"),
         (("--model", "BROKEN"), "not a readable JSON object"),

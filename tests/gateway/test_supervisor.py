@@ -18,7 +18,7 @@ from tests.conftest import Server, children, poll, running
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "go on"}], "ignore_eos": True, "stream": True}
-STUB = ("--engine", "stub", "--gateway.workers", "2", "--engine.stall_limit_s", "4")
+STUB = ("--engine", "stub", "--gateway.workers", "2", "--limits.store", "none", "--engine.stall_limit_s", "4")
 
 
 class Streams:

@@ -9,9 +9,11 @@ import httpx
 from auth.database import Database
 from auth.identity import Identity
 from auth.keys import new_key
+from auth.limiter import Limiter
 from auth.services import Offer, Service, Services, table_of
 from auth.store import KeyStore
 from auth.tenants import TenantStore
+from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
 from server.config import Settings
@@ -35,7 +37,9 @@ async def opened(url):
     await identity.start()
     engine = SimpleNamespace(ready=False, reason=None, state="starting")
     services = Services(None, Offer(("base",), tokens=False), TABLE)
-    app = create_app(Gateway(settings, identity, services, RequestMetrics("base"), engine))
+    metrics = RequestMetrics("base")
+    limiter = Limiter(settings.limits, LimitMetrics(metrics.registry))
+    app = create_app(Gateway(settings, identity, services, metrics, engine, limiter))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
             yield client, KeyStore(database), TenantStore(database)

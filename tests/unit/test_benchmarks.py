@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import auth, figures, frontend, shapes, specs
+from benchmarks import auth, figures, frontend, idle, latency, shapes, soak, specs
 from benchmarks.clients import split
 from benchmarks.load import Load, StreamResult
+from benchmarks.open_loop import FailedError, HttpClient, Schedule, poisson, prompt, timed
 from benchmarks.processes import Side, side
 from benchmarks.soak_checks import gauge
 from benchmarks.traffic import Seen, stream_outcome, whole_outcome
+from benchmarks.wire import Connection, Target, request
 
 
 def test_servers_are_named_with_their_workers() -> None:
@@ -199,3 +202,112 @@ def test_only_what_follows_a_kill_is_put_down_to_it(monkeypatch: pytest.MonkeyPa
     seen.note("chat", "ok")
     assert seen.table() == {"chat": {"cut": 1, "cut after kill": 1, "ok": 1, "timeout": 1}}
     assert seen.unexplained() == 2
+
+
+TARGET = Target("http://127.0.0.1:1", "k", "m")
+
+
+def test_arrivals_are_random_and_repeatable() -> None:
+    """The rate is as asked, the times are in order, the same number gives the same times and prompts."""
+    schedule = poisson(100.0, 50.0, first_number=7)
+    assert len(schedule.due_s) == pytest.approx(5000, rel=0.1)
+    assert schedule.due_s == sorted(schedule.due_s)
+    assert schedule == poisson(100.0, 50.0, first_number=7)
+    assert schedule.due_s != poisson(100.0, 50.0, first_number=8).due_s
+    assert prompt(3, 20) == prompt(3, 20) != prompt(4, 20)
+
+
+def test_an_open_loop_waits_for_no_answer() -> None:
+    """All requests are made while none has been answered; time counts from when each was due."""
+    made: list[int] = []
+    all_made = asyncio.Event()
+
+    async def first_token(number: int) -> float:
+        made.append(number)
+        if len(made) == 3:
+            all_made.set()
+        await all_made.wait()
+        if number == 11:
+            raise FailedError
+        return time.perf_counter()
+
+    took = asyncio.run(timed(Schedule([0.0, 0.001, 0.002], first_number=10), first_token))
+    assert made == [10, 11, 12]
+    assert took[1] is None
+    assert took[0] is not None
+    assert took[0] >= 0.002
+
+
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+WORD = b'data: {"choices":[{"delta":{"content":" river"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("status", "frames", "good"),
+    [(b"200 OK", ROLE + WORD, True), (b"200 OK", ROLE, False), (b"503 No", WORD, False)],
+)
+def test_a_stream_without_a_token_has_failed(status: bytes, frames: bytes, good: bool) -> None:
+    """The connection stays open for the next request; an empty first frame is no token."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 " + status + b"\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(b"%x\r\n" % len(frames) + frames + b"\r\n0\r\n\r\n")
+
+    async def ask_twice() -> list[float | None]:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = HttpClient(Target(f"http://127.0.0.1:{port}", "k", "m"), 3, 1)
+            took = await timed(Schedule([0.0, 0.05], 1), client.first_token)
+            client.close()
+            return took
+
+    assert [seconds is not None for seconds in asyncio.run(ask_twice())] == [good, good]
+
+
+def test_added_latency_is_the_difference_of_percentiles() -> None:
+    """Failed requests are counted and have no time; without any answer nothing is known."""
+    row = latency.added(http=[0.030, 0.031, 0.040, None], bare=[0.028, 0.029, 0.030, 0.030])
+    assert (row["requests"], row["http_failed"], row["bare_failed"]) == (4, 1, 0)
+    assert (row["added_p50_ms"], row["added_p99_ms"]) == (pytest.approx(1.0), pytest.approx(10.0))
+    assert latency.added(http=[None], bare=[0.1])["added_p50_ms"] is None
+
+
+def test_idle_figures_are_growth() -> None:
+    """Each against the memory before, in MiB; the share of one connection in KiB."""
+
+    def memory(mib: float) -> dict[str, float]:
+        return {"rss_mib": mib, "pss_mib": mib / 2}
+
+    found = idle.figures(1024, memory(100), memory(120), memory(130), memory(110))
+    assert (found["growth_rss_mib"], found["growth_pss_mib"]) == (20, 10)
+    assert (found["growth_rss_asked_again_mib"], found["growth_rss_closed_mib"]) == (30, 10)
+    assert found["per_connection_kib"] == 20
+
+
+@pytest.mark.parametrize("kind", ["health", "chat"])
+def test_an_idle_connection_asks_to_stay(kind: str) -> None:
+    """HTTP/1.1 stays open unless told; the other benchmarks tell it to close."""
+    assert b"connection:" not in idle.ask_of(TARGET, kind).lower()
+    assert b"Connection: close" in request(TARGET, "/health", b"", method="GET")
+
+
+def test_an_answer_ends_where_it_says() -> None:
+    """Two answers on one connection are told apart by their lengths."""
+
+    async def answers() -> list[tuple[int, bytes]]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        reader.feed_data(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        connection = Connection(reader, None)  # type: ignore[arg-type]
+        return [await connection.answer(), await connection.answer()]
+
+    assert asyncio.run(answers()) == [(200, b"ok"), (404, b"")]
+
+
+def test_a_soak_has_a_client_slot_for_each_kill() -> None:
+    """Or the engine would be started again in the middle; the user's own flags come last and win."""
+    args = soak._parser().parse_args(["--minutes", "30", "--kill-every-s", "45", "--", "--log-level", "info"])
+    flags = soak.options(args).lapilli_flags
+    assert int(flags[flags.index("--engine.spare_client_slots") + 1]) > 30 * 60 / 45
+    assert flags[-2:] == ["--log-level", "info"]

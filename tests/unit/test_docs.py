@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +17,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 def test_every_metric_is_documented() -> None:
     """Each `lapilli_*` family stands in docs/operations.md."""
     text = (ROOT / "docs" / "operations.md").read_text()
-    families = list(RequestMetrics("m").registry.collect())
+    requests, limits = RequestMetrics("m"), LimitMetrics(CollectorRegistry())
+    families = [*requests.registry.collect(), *limits.registry.collect()]
     assert families
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")

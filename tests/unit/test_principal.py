@@ -52,6 +52,18 @@ def test_limits_survive_being_written_and_read(values):
         assert getattr(limits, name) == value
 
 
+_some = st.builds(Limits, st.none() | st.integers(10, 20), _counts, _counts, max_output_tokens=_counts)
+
+
+@given(_some, _some)
+def test_least_of_two_is_below_both(one, other):
+    least = one.least(other)
+    assert least == other.least(one) == least.least(one)
+    for name in Limits.__slots__:
+        pair = {getattr(one, name), getattr(other, name)} - {None}
+        assert getattr(least, name) == (min(pair) if pair else None)
+
+
 def test_defaults():
     assert Limits.from_mapping({}) == DEFAULT_LIMITS
     assert DEFAULT_LIMITS.requests_per_s == 100

@@ -1,6 +1,7 @@
 """Services: the file, its mistakes, its changes, and who may call what."""
 
 import asyncio
+import pickle
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,9 @@ from auth.store import KeyStore
 from auth.tenants import TenantStore
 from server.auth_sections import AuthSettings, JwtSettings
 from server.config_sources import SettingsError
+from server.context import RequestContext
+from server.errors import ApiError
+from server.protocol.parts import Parts
 from tests.conftest import ROOT
 from tests.oidc import jwk, rsa_key, running_issuer
 
@@ -259,6 +263,10 @@ def test_services_and_scopes_of_keys(sqlite_url):
                 "plain": [not_allowed, "ok", "ok"],
                 "none": [not_allowed] * 3,
             }
+            held = Service(name="chat", limits={"requests_per_min": 9, "max_output_tokens": 50})
+            limited = await identity.identify(key_header(secrets["chat"]), held)
+            assert limited.key_limits == Limits(requests_per_min=9, max_output_tokens=50)
+            assert limited.tenant_limits == Limits()
             wide = Service(name="chat", scopes=["x", "z"])
             with pytest.raises(Forbidden) as caught:
                 await identity.identify(key_header(secrets["chat"]), wide)
@@ -292,9 +300,10 @@ def test_kinds_of_credentials(sqlite_url):
             with pytest.raises(Forbidden) as caught:
                 await identity.identify(bearer, Service(name="b", auth="jwt", scopes=["y"]))
             assert caught.value.code == "insufficient_scope"
-            open_ = Service(name="open", auth="none", tenant="guests")
+            open_ = Service(name="open", auth="none", tenant="guests", limits={"parallel_requests": 2})
             for headers in ([], bearer, key_header("nonsense")):
                 guest = await identity.identify(headers, open_)
+                assert guest.key_limits.parallel_requests == 2
                 assert (guest.tenant, guest.key_id, guest.tenant_limits.requests_per_min) == (
                     "guests",
                     "anonymous:open",
@@ -305,3 +314,45 @@ def test_kinds_of_credentials(sqlite_url):
 
     with running_issuer() as issuer:
         asyncio.run(run(issuer))
+
+
+def test_the_table_travels_to_another_process(file):
+    """Workers are started with the table in force."""
+    table = load_services(file, OFFER)
+    assert pickle.loads(pickle.dumps(table)) == table
+
+
+class Served:
+    """What vLLM's models answer of names."""
+
+    lora_requests = {"adapter": None}
+
+    def is_base_model(self, name):
+        return name == "base"
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "found"),
+    [
+        (None, None, None),
+        (None, "base", "base"),
+        (None, "adapter", "adapter"),
+        (None, "svc", 404),
+        ("adapter", None, "adapter"),
+        ("adapter", "adapter", "adapter"),
+        ("adapter", "svc", "adapter"),
+        ("adapter", "base", 404),
+        ("adapter", "x", 404),
+    ],
+)
+def test_which_model_a_request_gets(model, asked, found):
+    parts = Parts(None, Served(), None, None)
+    ctx = RequestContext("POST", "/v1/chat/completions", service=Service(name="svc", model=model))
+    fields = {"n": 1} | ({} if asked is None else {"model": asked})
+    if found == 404:
+        with pytest.raises(ApiError) as caught:
+            parts.served(fields, ctx)
+        assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    else:
+        served = parts.served(fields, ctx)
+        assert (served.get("model"), served["n"]) == (found, 1)
