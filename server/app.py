@@ -7,17 +7,17 @@ from server.cors import Cors
 from server.gateway import Gateway
 from server.methods import HeadAsGet
 from server.middleware import BodyLimit, RequestScope
-from server.routes import batches, completions, files, messages, models, responses, tokens
+from server.routes import batches, completions, files, messages, models, openapi, responses, tokens
 from server.routes.health import health_router
 
 
 def create_app(gateway: Gateway) -> FastAPI:
     """The application over `gateway`'s parts. It starts nothing: server/serve.py does."""
-    app = FastAPI(title="Lapilli", version=__version__, redirect_slashes=False)
+    app = FastAPI(title="Lapilli", version=__version__, redirect_slashes=False, openapi_url=None)
     app.state.gateway = gateway
     errors.install(app)
     methods.install(app)
-    for noun in (completions, responses, messages, models, tokens, files, batches):
+    for noun in (completions, responses, messages, models, tokens, files, batches, openapi):
         app.include_router(noun.router)
     app.include_router(health_router(gateway.settings, gateway.health))
     # add_middleware puts each new layer outside the former: the last one is the outermost.

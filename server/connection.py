@@ -74,7 +74,6 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """As uvicorn's, but for upgrades, the limit on heads, and what is refused how."""
-        self._unset_keepalive_if_required()
         if self._given_up:
             return
         self._head_is_new = False
@@ -93,7 +92,8 @@ class Connection(HttpToolsProtocol):
                     self._refuse(HEAD_TOO_LARGE)
 
     def on_message_begin(self) -> None:
-        """First byte of a request."""
+        """First byte of a request. Blank lines before it are none: they do not stop the idle timer."""
+        self._unset_keepalive_if_required()
         self._expect_request()
         self._in_head = self._head_is_new = True
         self._header_bytes = self._waiting_bytes = 0

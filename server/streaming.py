@@ -96,7 +96,7 @@ async def stream_response(
         _body(ctx, first, events),
         ping=ping_s,
         sep="\n",
-        ping_message_factory=lambda: ServerSentEvent(comment="ping"),
+        ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
     )
 
 

@@ -16,6 +16,8 @@ from server.streaming import StreamBroken
 
 VLLM_SUFFIX = re.compile(r" \((parameter|value)=.*\)$", re.DOTALL)
 """vLLM's errors end in `(parameter=..., value=...)`: the first is OpenAI's `param`, the second the input."""
+FULL_CONTEXT = re.compile(r"max_tokens must be at least 1, got -?\d+")
+"""vLLM's words for a prompt of exactly the context length: what clients send was checked before."""
 ERROR_EVENT = 'data: {"error"'
 FIELD_NAME = re.compile(r"[a-z_]+")
 
@@ -83,6 +85,9 @@ def api_error(response: ErrorResponse) -> ApiError:
         return unavailable(error.message)
     if status == http.HTTPStatus.NOT_FOUND:
         return ApiError(404, error.message, code="model_not_found", param=error.param)
+    if FULL_CONTEXT.match(error.message):
+        message = "The prompt fills the model's maximum context length: no token is left for an answer."
+        return ApiError(400, message, code="context_length_exceeded")
     too_long = error.param == "input_tokens" or "context length" in error.message
     code = "context_length_exceeded" if too_long else None
     return ApiError(status, error.message, code=code, param=None if too_long else error.param)

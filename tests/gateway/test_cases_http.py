@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 
+from tests import sse
 from tests.conftest import MODEL, Server, children, poll
 from tests.wire import Answer, Wire, connected
 
@@ -66,6 +67,7 @@ O16_FORMS = {
 @pytest.mark.parametrize("path", ["/v1/models", CHAT])
 def test_o16_spellings_of_the_authorization_header(stub: Server, path: str) -> None:
     """Good keys in any spelling that RFC 7235 allows; all else is 401 with a challenge, and never 5xx."""
+    before = len(stub.text)
     for form, (name, value, status) in O16_FORMS.items():
         raw = value.replace("KEY", stub.key).encode(
             "latin-1" if value.isascii() or "\xe9" in value else "utf-8"
@@ -80,7 +82,7 @@ def test_o16_spellings_of_the_authorization_header(stub: Server, path: str) -> N
         if status == 401:
             _refused(answer, 401, "invalid_api_key")
             assert answer.headers["www-authenticate"] == "Bearer"
-    assert "Traceback" not in stub.text
+    assert "Traceback" not in stub.text[before:]
 
 
 def test_o16_conflicting_headers(stub: Server) -> None:
@@ -449,6 +451,18 @@ def test_o21_errors_are_readable_by_pages(stub: Server) -> None:
                     assert {"Retry-After", "X-Request-Id", "x-ratelimit-remaining-tokens"} <= set(exposed)
                 else:
                     assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_o21_a_stream_for_a_page(stub: Server) -> None:
+    """The layer is no obstacle to a stream: same events, with the header."""
+    body = BODY | {"stream": True, "max_tokens": 12}
+    with stub.client() as client:
+        plain = client.post(CHAT, json=body)
+        page = client.post(CHAT, json=body, headers={"Origin": ALLOWED})
+    assert page.headers["access-control-allow-origin"] == ALLOWED
+    (events, done), (expected, _) = (sse.read(answer.text.split("\n")) for answer in (page, plain))
+    assert done
+    assert sse.text_of(events) == sse.text_of(expected) != ""
 
 
 def test_o22_request_ids_are_for_tracing_only(stub: Server) -> None:

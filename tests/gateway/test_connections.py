@@ -45,20 +45,23 @@ def _to_the_end(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-@pytest.mark.parametrize("sent", ["nothing", "part of the head", "part of the body", "a second head"])
+@pytest.mark.parametrize(
+    "sent",
+    ["nothing", "part of the head", "part of the body", "a second head", "blank lines after an answer"],
+)
 def test_unfinished_requests_are_closed(strict: Server, sent: str) -> None:
     """Slowloris: whatever a client leaves unfinished, the connection is closed; 408 if it had begun."""
     request = _request(strict, max_tokens=1)
     whole = {"nothing": b"", "part of the head": request[:40], "part of the body": request[:-5]}
     with _connect(strict) as connection:
-        if sent == "a second head":
+        if sent not in whole:
             connection.sendall(request)
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-            connection.sendall(b"GET /health HT")
+            connection.sendall(b"GET /health HT" if sent == "a second head" else b"\r\n\r\n")
         else:
             connection.sendall(whole[sent])
         answer = _to_the_end(connection)
-    assert (b"HTTP/1.1 408" in answer) == (sent != "nothing")
+    assert (b"HTTP/1.1 408" in answer) == ("head" in sent or "body" in sent)
     poll(strict.drained, "drained")
 
 

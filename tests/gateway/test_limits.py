@@ -1,15 +1,19 @@
-"""Limits of a whole server over the stub engine: places that come back, output that is held to its limit."""
+"""Limits of whole servers over the stub engine: places that come back, two workers, Redis away."""
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import redis
 
 from tests import sse
-from tests.conftest import Server, poll, running
+from tests.conftest import Server, free_port, poll, redis_server, running
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "go on"}]}
@@ -95,3 +99,74 @@ def test_output_is_held_to_the_limit(single: Server) -> None:
         answer = client.post("/v1/responses", json={"input": "a", "store": False})
         assert answer.json()["usage"]["output_tokens"] == 50
         assert client.post(CHAT, json=BODY | {"max_tokens": 1}).status_code == 200
+
+
+@dataclass
+class Shared:
+    """Two workers over one Redis."""
+
+    server: Server
+    url: str
+    port: int
+    folder: Path
+    redis: Any
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """Ten requests and a thousand tokens per minute, counted for both workers together."""
+    folder, port = tmp_path_factory.mktemp("shared"), free_port()
+    with redis_server(folder, port) as (url, process):
+        flags = ("--engine", "stub", "--gateway.workers", "2", "--stub.tokens_per_s", "1000")
+        limits = ("--limits.store", "redis", "--limits.redis_url", url, "--limits.redis_timeout_s", "10")
+        bounds = ("--limits.requests_per_min", "10", "--limits.tokens_per_min", "1000")
+        with running(folder / "server", *flags, *limits, *bounds) as server:
+            yield Shared(server, url, port, folder, process)
+
+
+def _at_once(server: Server, count: int, body: dict[str, Any]) -> list[httpx.Response]:
+    """The answers to `count` requests at the same instant, each on a connection of its own."""
+
+    with server.client() as client, ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda _number: client.post(CHAT, json=body), range(count)))
+
+
+def test_a_burst_over_two_workers(shared: Shared) -> None:
+    """Case O14: of 50 at once exactly 10 pass; of 5 that may use 600 of 1000 tokens exactly one."""
+    counts = redis.Redis.from_url(shared.url)
+    for _ in range(5):
+        counts.flushall()
+        answers = _at_once(shared.server, 50, BODY | {"max_tokens": 1})
+        statuses = [answer.status_code for answer in answers]
+        assert (statuses.count(200), statuses.count(429)) == (10, 40)
+        assert all(1 <= int(a.headers["retry-after"]) <= 60 for a in answers if a.status_code == 429)
+    for _ in range(ROUNDS):
+        counts.flushall()
+        answers = _at_once(shared.server, 5, BODY | {"max_tokens": 580})
+        passed = [answer for answer in answers if answer.status_code == 200]
+        assert [answer.status_code for answer in answers].count(429) == 4
+        assert sum(answer.json()["usage"]["total_tokens"] for answer in passed) <= 1000
+        # Settled: the next one finds what the first did not use.
+        again = _at_once(shared.server, 1, BODY | {"max_tokens": 580})[0]
+        assert again.status_code == 200
+
+
+def test_redis_dies_and_comes_back(shared: Shared) -> None:
+    """Without Redis 503 with Retry-After; with it again, 200, and nobody has started anything anew."""
+    counts = redis.Redis.from_url(shared.url)
+    counts.flushall()
+    assert _at_once(shared.server, 1, BODY | {"max_tokens": 1})[0].status_code == 200
+    shared.redis.kill()
+    shared.redis.wait()
+    answer = _at_once(shared.server, 1, BODY)[0]
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["code"] == "service_unavailable"
+    with redis_server(shared.folder, shared.port):
+
+        def good() -> bool:
+            answers = _at_once(shared.server, 4, BODY | {"max_tokens": 1})
+            counts.flushall()
+            return [item.status_code for item in answers] == [200] * 4
+
+        poll(good, "limits work again", 20)

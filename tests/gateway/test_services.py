@@ -73,6 +73,7 @@ def _site(folder: Path) -> Iterator[Site]:
         issuer.keys = [jwk(FIRST, "k1")]
         with running(
             folder / "state", "--engine", "stub", "--stub.tokens_per_s", "500", "--gateway.workers", "2",
+            "--limits.store", "none",
             "--served-model-name", MODEL, "--auth.services_file", str(file), "--admin.token_file", str(token),
             "--engine.lora_adapters", json.dumps({"poet": str(adapter)}),
             "--jwt.issuer", issuer.url, "--jwt.audience", "lapilli", "--jwt.jwks_cooldown_s", "0.5",
