@@ -6,7 +6,7 @@ import pytest
 from openai import OpenAI
 
 from tests.batches import CHAT, client_of, ended, line, lines_of, start
-from tests.conftest import Server, poll
+from tests.conftest import MODEL, Server, poll
 
 
 def test_a_batch_with_good_and_bad_requests(stub: Server) -> None:
@@ -33,7 +33,7 @@ def test_a_batch_with_good_and_bad_requests(stub: Server) -> None:
         assert one["error"] is None
         assert one["response"]["body"]["usage"]["completion_tokens"] == 5
     direct = client.chat.completions.create(
-        model="", messages=[{"role": "user", "content": "say r3"}], max_tokens=5
+        model=MODEL, messages=[{"role": "user", "content": "say r3"}], max_tokens=5
     )
     assert (
         done[3]["response"]["body"]["choices"][0]["message"]["content"] == direct.choices[0].message.content
