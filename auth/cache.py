@@ -114,6 +114,14 @@ class KeyCache:
         self._used.add(principal.key_id)
         return principal
 
+    async def holder(self, key_id: str) -> Principal | None:
+        """The holder of a key by the key's id, None where it is revoked or expired. Raises TenantDisabled."""
+        await self._refresh()
+        good = select(api_keys.c.hash).where(api_keys.c.id == key_id, api_keys.c.revoked_at.is_(None))
+        async with self._database.reading() as connection:
+            digest = (await connection.execute(good)).scalar_one_or_none()
+        return None if digest is None else await self._shared_look_up(bytes.fromhex(digest))
+
     async def tenant(self, name: str) -> TenantEntry | None:
         """The tenant of this name, None if there is none. Raises TenantDisabled."""
         await self._refresh()

@@ -17,7 +17,7 @@ from auth.schema import auth_state
 SQLITE_BUSY_MS = 10_000
 POSTGRES_LIMIT_S = 5
 """For a connection, for a statement, and for a free place in the pool."""
-REVISION = "0002"
+REVISION = "0003"
 """The newest migration: what this version of the program works with."""
 MIGRATION_LOCK = 0x1A91111
 """Key of PostgreSQL's advisory lock, so that processes that start together migrate one after another."""

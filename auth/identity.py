@@ -30,15 +30,15 @@ class Identity:
     """All that one worker needs to know its callers. `start` and `close` frame its life."""
 
     def __init__(self, auth: AuthSettings, jwt: JwtSettings) -> None:
-        self._database = Database(auth.database_url)
-        self._keys = KeyCache(self._database, refresh_s=auth.refresh_s, max_keys=auth.max_cached_keys)
+        self.database = Database(auth.database_url)
+        self._keys = KeyCache(self.database, refresh_s=auth.refresh_s, max_keys=auth.max_cached_keys)
         self._jwks = Jwks(jwt) if jwt.issuer is not None else None
         self._tokens = TokenVerifier(jwt, self._jwks, self._keys) if self._jwks is not None else None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Opens the database, which may be down just now, and begins the work beside requests."""
-        await self._database.open()
+        await self.database.open()
         self._tasks.append(asyncio.create_task(self._keys.keep_fresh()))
         if self._jwks is not None:
             self._tasks.append(asyncio.create_task(self._jwks.keep_fresh()))
@@ -51,7 +51,7 @@ class Identity:
             await self._jwks.close()
         with contextlib.suppress(KeyStoreUnavailable):
             await self._keys.write_last_use()
-        await self._database.close()
+        await self.database.close()
 
     async def identify(self, headers: Iterable[tuple[bytes, bytes]], service: Service) -> Principal:
         """The caller of a service, who may call it.
@@ -69,14 +69,21 @@ class Identity:
             if "apikey" not in service.auth:
                 raise BadCredentials("This service takes tokens, no API keys.")
             principal = await self._holder(credential)
-        if principal.services is not None and service.name not in principal.services:
-            raise Forbidden("This key may not call this service.", "service_not_allowed")
-        if principal.scopes is not None and not service.scopes <= principal.scopes:
-            raise Forbidden(
-                "The scopes granted are not enough for this service.",
-                "insufficient_scope",
-                scopes=service.scopes,
-            )
+        _check_service(principal, service)
+        return _held_to(principal, service.limits)
+
+    async def owner(self, tenant: str, key_id: str, service: Service) -> Principal:
+        """The caller that left work behind, as far as it may still call the service.
+
+        Raises BadCredentials (its key is gone), Forbidden, IdentityUnavailable.
+        """
+        principal = await self._keys.holder(key_id) if key_id.startswith("key_") else None
+        if principal is None:
+            entry = await self._keys.tenant(tenant)
+            if key_id.startswith("key_") or entry is None:
+                raise BadCredentials("The API key is revoked or expired, or its tenant is gone.")
+            principal = entry.principal(key_id, key_id)
+        _check_service(principal, service)
         return _held_to(principal, service.limits)
 
     async def _holder(self, key: str) -> Principal:
@@ -91,3 +98,15 @@ class Identity:
         if tenant is None:
             raise Forbidden("The tenant of this service does not exist.", "unknown_tenant")
         return tenant.principal(f"anonymous:{service.name}", "anonymous")
+
+
+def _check_service(principal: Principal, service: Service) -> None:
+    """Raises Forbidden for who may not call the service."""
+    if principal.services is not None and service.name not in principal.services:
+        raise Forbidden("This key may not call this service.", "service_not_allowed")
+    if principal.scopes is not None and not service.scopes <= principal.scopes:
+        raise Forbidden(
+            "The scopes granted are not enough for this service.",
+            "insufficient_scope",
+            scopes=service.scopes,
+        )

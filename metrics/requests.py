@@ -52,6 +52,18 @@ class RequestMetrics:
             ["model", "endpoint", "outcome"],
             registry=self.registry,
         )
+        self._lines = Counter(
+            "lapilli_batch_lines",
+            "Requests of batches by how they ended.",
+            ["model", "endpoint", "outcome"],
+            registry=self.registry,
+        )
+        self._lines_in_flight = Gauge(
+            "lapilli_batch_lines_in_flight",
+            "Requests of batches being worked on.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
         self.in_flight = 0
         """Generation requests being served by this process."""
         self._in_flight = Gauge(
@@ -106,3 +118,14 @@ class RequestMetrics:
         ):
             if value is not None:
                 histogram.observe(value)
+
+    def begin_line(self) -> None:
+        """Work on a batch's request begins."""
+        self._lines_in_flight.inc()
+
+    def end_line(self, ctx: RequestContext) -> None:
+        """It has ended. Its tokens count as all others; its times nowhere: nobody waited for them."""
+        self._lines_in_flight.dec()
+        self._lines.labels(self._model, ctx.path, ctx.final_outcome()).inc()
+        self._tokens_in.inc(ctx.prompt_tokens)
+        self._tokens_out.inc(ctx.completion_tokens)

@@ -7,7 +7,17 @@ from server.cors import Cors
 from server.gateway import Gateway
 from server.methods import HeadAsGet
 from server.middleware import BodyLimit, RequestScope
-from server.routes import completions, embeddings, messages, models, openapi, responses, tokens
+from server.routes import (
+    batches,
+    completions,
+    embeddings,
+    files,
+    messages,
+    models,
+    openapi,
+    responses,
+    tokens,
+)
 from server.routes.health import health_router
 
 
@@ -17,12 +27,14 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
     errors.install(app)
     methods.install(app)
-    for noun in (completions, embeddings, responses, messages, models, tokens, openapi):
+    nouns = (completions, embeddings, responses, messages, models, tokens, files, batches, openapi)
+    for noun in nouns:
         app.include_router(noun.router)
     app.include_router(health_router(gateway.settings, gateway.health))
     # add_middleware puts each new layer outside the former: the last one is the outermost.
     app.add_middleware(HeadAsGet)
-    app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes)
+    uploads = {files.PATH: files.max_upload_bytes(gateway.settings.batch)}
+    app.add_middleware(BodyLimit, max_bytes=gateway.settings.gateway.max_body_bytes, by_path=uploads)
     app.add_middleware(
         RequestScope,
         metrics=gateway.metrics,

@@ -18,6 +18,7 @@ from server.audit_sections import AuditSettings
 from server.auth_sections import AuthSettings, JwtSettings, LimitsSettings, state_defaults
 from server.sections import (
     AdminSettings,
+    BatchSettings,
     EngineSettings,
     GatewaySettings,
     LogSettings,
@@ -62,6 +63,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     selfcheck: SelfCheckSettings = SelfCheckSettings()
     requests: RequestSettings = RequestSettings()
+    batch: BatchSettings = BatchSettings()
     stub: StubSettings = StubSettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
     jwt: JwtSettings = JwtSettings()

@@ -38,6 +38,8 @@ class RequestContext:
     """The served model's or adapter's name, once the engine is asked; never the client's word."""
     reservation: "Reservation | None" = None
     """What it holds of its tenant's limits; None before the door, and where limits are off."""
+    priority: int = 0
+    """The engine's: smaller goes first, where its scheduler asks (`scheduling_policy: priority`)."""
     stream: bool = False
     lean: bool = False
     """Whether its tokens take the lean path (server/engine/sink.py)."""

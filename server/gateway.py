@@ -1,6 +1,7 @@
 """The parts that routes need, in one object: `request.app.state.gateway`."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 from starlette.requests import HTTPConnection
@@ -10,6 +11,8 @@ from auth.identity import Identity
 from auth.limiter import Limiter
 from auth.services import Services
 from metrics.requests import RequestMetrics
+from server.batches.files import FileStore
+from server.batches.store import BatchStore
 from server.config import Settings
 from server.context import RequestContext
 from server.engine.client import Engine
@@ -34,6 +37,17 @@ class Gateway:
     """vLLM's serving classes; None until the worker is attached to an engine."""
     draining: bool = False
     """Shutting down: running requests go on, new ones are refused."""
+
+    @cached_property
+    def files(self) -> FileStore:
+        """Files of tenants."""
+        return FileStore(self.identity.database, self.settings.batch)
+
+    @cached_property
+    def batches(self) -> BatchStore:
+        """Batches of tenants."""
+        model = self.settings.engine.public_model_name
+        return BatchStore(self.identity.database, self.settings.batch, model)
 
     def health(self) -> Health:
         """This worker's health."""

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -146,9 +146,11 @@ class BodyLimit:
     The limit is the caller's own, once a route has found out who calls, else `max_bytes`.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, by_path: Mapping[str, int]) -> None:
+        """`by_path`: paths with limits of their own."""
         self.app = app
         self.max_bytes = max_bytes
+        self.by_path = by_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -160,19 +162,22 @@ class BodyLimit:
         declared_bytes = int(declared) if declared.isdigit() else 0
 
         async def limited() -> Message:
-            if declared_bytes > body_limit(ctx.principal, self.max_bytes):
+            if declared_bytes > self._limit(ctx):
                 raise BodyTooLarge
             message = await receive()
             if message["type"] == "http.request":
                 ctx.request_bytes += len(message.get("body", b""))
-                if ctx.request_bytes > body_limit(ctx.principal, self.max_bytes):
+                if ctx.request_bytes > self._limit(ctx):
                     raise BodyTooLarge
             return message
 
         try:
             await self.app(scope, limited, send)
         except BodyTooLarge:
-            await self._refuse(scope, receive, send, body_limit(ctx.principal, self.max_bytes))
+            await self._refuse(scope, receive, send, self._limit(ctx))
+
+    def _limit(self, ctx: RequestContext) -> int:
+        return self.by_path.get(ctx.path) or body_limit(ctx.principal, self.max_bytes)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
         error = ApiError(

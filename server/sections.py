@@ -284,6 +284,37 @@ class RequestSettings(Section):
     )
 
 
+class BatchSettings(Section):
+    """/v1/batches and /v1/files. See docs/batches.md."""
+
+    max_file_mib: int = Field(100, ge=1, le=512, description="Largest file that may be uploaded, in MiB.")
+    max_stored_mib: int = Field(
+        1024, ge=1, description="MiB of files a tenant may keep; a further upload gets 400."
+    )
+    max_requests: int = Field(50_000, ge=1, le=1_000_000, description="Most requests (lines) in one batch.")
+    max_open_batches: int = Field(
+        100, ge=1, description="Most batches of a tenant that are not ended; a further one gets 429."
+    )
+    retention_days: int = Field(
+        30, ge=1, le=3650, description="Days that files, and batches that have ended, are kept."
+    )
+    max_parallel_lines: int = Field(
+        32, ge=0, description="Lines that one worker works on at a time; 0: this server runs no batches."
+    )
+    max_engine_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share (0 to 1) of the engine's sequences in use above which no line is started.",
+    )
+    lease_s: float = Field(
+        30.0,
+        ge=1,
+        le=600,
+        description="Seconds after which another worker takes over the batch of one that is gone.",
+    )
+
+
 class StubSettings(Section):
     """The stub engine; no effect with `engine.kind: vllm`."""
 

@@ -26,6 +26,7 @@ from metrics import batched
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
+from server.batches.runner import BatchRunner
 from server.config import Settings
 from server.config_sources import SettingsError
 from server.connection import connection_class
@@ -95,10 +96,12 @@ async def _serve(plan: WorkerPlan, grammars: GrammarChecker) -> None:
     certificates = await Certificates.wait(settings.gateway)
     context = certificates.context if certificates is not None else None
     server = QuietServer(http_config(create_app(gateway), settings, context))
-    worker = Worker(gateway, server, Channel(plan.channel))
+    runner = BatchRunner(gateway)
+    worker = Worker(gateway, server, Channel(plan.channel), runner)
     tasks = Tasks()
     tasks.spawn(batched.keep_flushing())
     tasks.spawn(services.follow())
+    tasks.spawn(runner.run())
     if certificates is not None:
         tasks.spawn(certificates.follow())
     try:
@@ -146,10 +149,13 @@ def http_config(app: Any, settings: Settings, tls: ssl.SSLContext | None = None)
 class Worker:
     """The worker's side of the conversation with the supervisor."""
 
-    def __init__(self, gateway: Gateway, server: uvicorn.Server, channel: Channel) -> None:
+    def __init__(
+        self, gateway: Gateway, server: uvicorn.Server, channel: Channel, runner: BatchRunner
+    ) -> None:
         self._gateway = gateway
         self._server = server
         self._channel = channel
+        self._runner = runner
         self._core_pids: tuple[int, ...] = ()
         self._tasks = Tasks()
         self._told = asyncio.Event()
@@ -213,7 +219,7 @@ class Worker:
     async def _drain(self, limit_s: float) -> None:
         """Refuses new requests, waits for the running ones, ends the rest with an error event."""
         self._gateway.draining = True
-        await self._until_idle(limit_s)
+        await asyncio.gather(self._until_idle(limit_s), self._runner.stop(limit_s))
         if self._gateway.metrics.in_flight:
             log.warning("drain_limit", limit_s=limit_s, requests=self._gateway.metrics.in_flight)
             self._gateway.engine.fail_requests()

@@ -73,6 +73,11 @@ class Engine:
         """Whether requests can be served now."""
         return self.state is EngineState.READY
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in one step of the engine."""
+        return int(self._config.scheduler_config.max_num_seqs)
+
     async def attach(self, addresses: dict[str, Any], index: int = 0, count: int = 1) -> TrackedLLM:
         """Becomes client `index` of `count` of the core behind `addresses`. Raises EngineStartError."""
         self.close()

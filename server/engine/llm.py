@@ -59,6 +59,7 @@ class TrackedLLM(AsyncLLM):
             return self._checked(outputs, sampling_params)
         ctx.model = self._model_name(kwargs)
         prompt = _salted(prompt, ctx)
+        kwargs["priority"] = ctx.priority
         streamed = sampling_params.output_kind is RequestOutputKind.DELTA
         times = TokenTimes(ctx, self._on_gap, streamed=streamed)
         if ctx.lean:
@@ -102,7 +103,9 @@ class TrackedLLM(AsyncLLM):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """As AsyncLLM.encode, noted; leaving early aborts (vLLM's aborts on a cancel alone)."""
         ctx, finished = self._context(request_id), False
-        prompt = prompt if ctx is None else _salted(prompt, ctx)
+        if ctx is not None:
+            prompt = _salted(prompt, ctx)
+            kwargs["priority"] = ctx.priority
         try:
             async with aclosing(super().encode(prompt, pooling_params, request_id, **kwargs)) as outputs:
                 async for output in outputs:

@@ -12,13 +12,15 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from openai import OpenAI
 
-from tests import sse
+from tests import batches, sse
 from tests.conftest import Server, children, poll, running
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "go on"}], "ignore_eos": True, "stream": True}
-STUB = ("--engine", "stub", "--gateway.workers", "2", "--limits.store", "none", "--engine.stall_limit_s", "4")
+STUB = ("--engine", "stub", "--gateway.workers", "2", "--limits.store", "none", "--engine.stall_limit_s", "4",
+        "--batch.lease_s", "1")  # fmt: skip
 
 
 class Streams:
@@ -104,7 +106,11 @@ def test_a_killed_worker_is_replaced(pair: Server) -> None:
 
 
 def test_requests_of_a_killed_worker_do_not_run_on(pair: Server) -> None:
-    """The engine would run them to max_tokens, since nobody else aborts them."""
+    """Nobody else aborts them, and they would run to max_tokens. A batch goes on where it was."""
+    client = batches.client_of(pair)
+    slow = [batches.line(f"s{number}", max_tokens=100, ignore_eos=True) for number in range(20)]
+    batch = batches.start(client, [batches.line(f"q{number}") for number in range(10)] + slow)
+    poll(lambda: _counts(client, batch.id)[0] >= 10, "some of the batch is done", 30)
     streams = Streams(pair, 8, max_tokens=30_000)
     for worker in children(pair.process.pid, "lapilli-worker"):
         os.kill(worker, signal.SIGKILL)
@@ -112,6 +118,16 @@ def test_requests_of_a_killed_worker_do_not_run_on(pair: Server) -> None:
     poll(lambda: pair.metric("vllm:num_requests_running") == 0, "aborted in the engine", 15)
     poll(lambda: _whole(pair), "both replaced", 60)
     _canary(pair)
+    found = batches.ended(client, batch.id, "completed", limit_s=60)
+    assert _counts(client, batch.id) == (30, 0)
+    done = [one["custom_id"] for one in batches.lines_of(client, found.output_file_id)]
+    assert done == [f"q{number}" for number in range(10)] + [f"s{number}" for number in range(20)]
+
+
+def _counts(client: OpenAI, batch_id: str) -> tuple[int, int]:
+    counts = client.batches.retrieve(batch_id).request_counts
+    assert counts is not None
+    return counts.completed, counts.failed
 
 
 @pytest.mark.parametrize(

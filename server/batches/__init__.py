@@ -1,0 +1,1 @@
+"""Batches: files of requests that are worked on in the background, and files of their answers."""
