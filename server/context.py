@@ -39,7 +39,7 @@ class RequestContext:
     reservation: "Reservation | None" = None
     """What it holds of its tenant's limits; None before the door, and where limits are off."""
     priority: int = 0
-    """The engine's: smaller goes first, where its scheduler asks (`scheduling_policy: priority`)."""
+    """The engine's: smaller goes first, and is preempted last."""
     stream: bool = False
     lean: bool = False
     """Whether its tokens take the lean path (server/engine/sink.py)."""

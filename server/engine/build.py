@@ -123,6 +123,7 @@ def _engine_args(settings: Settings, model: str, *, on_cpu: bool) -> dict[str, A
         "max_model_len": engine.max_model_len,
         "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
         "max_num_seqs": engine.max_num_seqs,
+        "scheduling_policy": "priority",  # requests of batches behind those of clients
         # An engine core keeps to the backend of its first grammar (vllm/v1/structured_output/__init__.py), so
         # "auto", which picks one for each grammar, would make answers depend on who came first.
         "structured_outputs_config": {"backend": "xgrammar"},

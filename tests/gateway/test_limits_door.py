@@ -14,6 +14,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from auth.audit import AuditLog
 from auth.limiter import Limiter, duration
 from auth.limits import SECOND_US
 from auth.limits_memory import MemoryStore
@@ -23,6 +24,7 @@ from auth.services import Offer, Services
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
+from server.audit_sections import AuditSettings
 from server.auth_sections import LimitsSettings
 from server.config import Settings
 from server.context import RequestContext
@@ -100,6 +102,7 @@ async def door(
         SimpleNamespace(identify=identify),  # type: ignore[arg-type]
         Services(None, Offer(("m",), tokens=False)),
         requests,
+        AuditLog(AuditSettings(), "worker-1"),
         SimpleNamespace(ready=True, reason=None, track=lambda _ctx: None),  # type: ignore[arg-type]
         limiter,
     )

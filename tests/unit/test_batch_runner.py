@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from auth.audit import AuditLog
 from auth.database import Database
 from auth.identity import Identity
 from auth.limiter import Limiter
@@ -15,6 +16,7 @@ from auth.store import KeyStore
 from auth.tenants import TenantStore
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
+from server.audit_sections import AuditSettings
 from server.batches.files import INPUT_PURPOSE
 from server.batches.leases import Leases
 from server.batches.runner import BatchRunner
@@ -74,7 +76,8 @@ class World:
         metrics = RequestMetrics("m")
         limiter = Limiter(self.settings.limits, LimitMetrics(metrics.registry))
         services = Services(None, Offer(("m",), tokens=False))
-        gateway = Gateway(self.settings, identity, services, metrics, engine, limiter)
+        audit = AuditLog(AuditSettings(), "worker-1")
+        gateway = Gateway(self.settings, identity, services, metrics, audit, engine, limiter)
         gateway.protocol = FakeProtocol()
         runner = BatchRunner(gateway)
         task = asyncio.create_task(runner.run())

@@ -90,7 +90,7 @@ def test_tenants_and_their_keys(capsys):
     out = capsys.readouterr().out
     assert re.search(r"^acme +batch +2 +requests_per_s=none, tokens_per_min=500 ", out, re.MULTILINE)
     assert "Enabled tenant acme." in out
-    assert run_json(capsys, "db", "upgrade") == {"before": "0002", "after": "0002"}
+    assert run_json(capsys, "db", "upgrade") == {"before": "0003", "after": "0003"}
 
 
 def test_created_key_alone_is_on_stdout(capsys):

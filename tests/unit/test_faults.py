@@ -38,7 +38,7 @@ SCRIPT = """
         audit.start()
         services = Services(None, Offer(("base",), tokens=False))
         layers = RequestScope(
-            BodyLimit(app, 10_000), RequestMetrics("m"), services, limiter=None, audit=audit
+            BodyLimit(app, 10_000, by_path={}), RequestMetrics("m"), services, limiter=None, audit=audit
         )
         transport = httpx.ASGITransport(layers, raise_app_exceptions=False)
         headers = {"Authorization": "Bearer " + sys.argv[2], "X-Marker": sys.argv[2]}
