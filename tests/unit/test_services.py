@@ -346,7 +346,7 @@ class Served:
     ],
 )
 def test_which_model_a_request_gets(model, asked, found):
-    parts = Parts(None, Served(), None, None)
+    parts = Parts(None, Served(), None, None, None, None)
     ctx = RequestContext("POST", "/v1/chat/completions", service=Service(name="svc", model=model))
     fields = {"n": 1} | ({} if asked is None else {"model": asked})
     if found == 404:
