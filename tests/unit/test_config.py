@@ -158,8 +158,8 @@ BAD_FILES = {
     "section is text": ("gateway: 9000\n", "bad.yaml: gateway must hold keys and values, not a number"),
     "list": (
         "- 1\n",
-        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, batch, stub, auth, jwt, limits, "
-        "audit, log), not a list",
+        "bad.yaml: must hold sections (gateway, admin, engine, selfcheck, requests, batch, stub, auth, jwt, "
+        "limits, audit, log), not a list",
     ),
     "twice": ("log: {level: info}\nlog: {}\n", "bad.yaml: not YAML (key log appears twice, line 2)"),
     "syntax": ("gateway: [1\n", "bad.yaml: not YAML (expected ',' or ']', but got '<stream end>', line 2)"),
