@@ -11,7 +11,7 @@ install-dev:
 
 test: install-dev ## all checks and tests
 	$(MAKE) lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint:
 	$(BIN)/ruff check .

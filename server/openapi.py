@@ -15,6 +15,7 @@ from server import __version__
 from server.errors import is_anthropic
 from server.protocol.schemas import Schemas, schemas
 
+JSON = "application/json"
 DESCRIPTION = "OpenAI's API over open-weight models. Rules for requests: docs/requests.md."
 KEYS = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key."},
@@ -72,9 +73,26 @@ QUERIES = {
     "GET /v1/responses/{response_id}": {
         "stream": {"enum": ["true", "false"]},
         "starting_after": {"type": "integer", "minimum": 0, "maximum": 10**9 - 1},
-    }
+    },
+    "GET /v1/files": {
+        "purpose": {"type": "string"},
+        "order": {"enum": ["asc", "desc"]},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 10_000},
+        "after": {"type": "string"},
+    },
+    "GET /v1/batches": {
+        "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+        "after": {"type": "string"},
+    },
 }
 """Query parameters that routes read by themselves."""
+MEDIA_TYPES = {
+    "POST /v1/files": ("multipart/form-data", JSON),
+    "GET /v1/files/{file_id}/content": (JSON, "application/octet-stream"),
+}
+"""Of the bodies of request and answer, where they are not both JSON."""
+ERRORS = {"DELETE /v1/files/{file_id}": 409, "POST /v1/batches/{batch_id}/cancel": 409}
+"""Further errors of single operations."""
 HEADERS_OF_ERRORS: dict[int, dict[str, Any]] = {
     401: {"WWW-Authenticate": {"schema": {"type": "string"}}},
     429: RETRY_AFTER,
@@ -120,7 +138,7 @@ def document(app: FastAPI) -> dict[str, Any]:
             else:
                 name = f"{method.upper()} {path}"
                 operation["parameters"] = operation.get("parameters", []) + _query(name)
-                _fill(operation, operations.get(name, Schemas(None, None, None)), path)
+                _fill(operation, name, operations.get(name, Schemas(None, None, None)))
     return page
 
 
@@ -131,20 +149,21 @@ def _query(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _fill(operation: dict[str, Any], bodies: Schemas, path: str) -> None:
+def _fill(operation: dict[str, Any], name: str, bodies: Schemas) -> None:
     operation["security"] = [{name: []} for name in KEYS]
-    statuses = set(ERRORS_OF_ALL)
+    request_type, answer_type = MEDIA_TYPES.get(name, (JSON, JSON))
+    statuses = {*ERRORS_OF_ALL, *([ERRORS[name]] if name in ERRORS else ())}
     if bodies.request is not None:
-        operation["requestBody"] = {"required": True, "content": _json(bodies.request)}
+        operation["requestBody"] = {"required": True, "content": {request_type: {"schema": bodies.request}}}
         statuses |= set(ERRORS_OF_BODIES)
     if operation["parameters"]:
         statuses |= set(ERRORS_OF_PATHS)
-    operation["responses"] = {"200": _answer(bodies)}
-    operation["responses"] |= {str(status): _error(status, path) for status in sorted(statuses)}
+    operation["responses"] = {"200": _answer(bodies, answer_type)}
+    operation["responses"] |= {str(status): _error(status, name.split()[1]) for status in sorted(statuses)}
 
 
-def _answer(bodies: Schemas) -> dict[str, Any]:
-    content = _json(bodies.answer or {})
+def _answer(bodies: Schemas, media_type: str) -> dict[str, Any]:
+    content = {media_type: {"schema": bodies.answer or {}}}
     if bodies.event is not None:
         text = (
             "Server-sent events; the data of each (but a last [DONE], where there is one) is such an object."
@@ -163,7 +182,7 @@ def _error(status: int, path: str) -> dict[str, Any]:
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
+    return {JSON: {"schema": schema}}
 
 
 def _open_answers(path: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The schemas of requests and answers, from vLLM's own models: what server/openapi.py documents."""
+"""The schemas of requests and answers, most from vLLM's own models: what server/openapi.py documents."""
 
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from openai.types import Batch, FileDeleted, FileObject
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from vllm.entrypoints.anthropic.protocol import (
@@ -41,6 +42,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeResponse,
 )
 
+from server.batches.schemas import BatchCreateRequest, BatchList, FileCreateRequest, FileList
 from server.protocol.responses import Deleted
 from server.validation.bodies import REFUSED_FIELDS, SERVER_FIELDS
 
@@ -83,6 +85,15 @@ BODIES = {
     "GET /v1/models/{model}": Bodies(answer=ModelCard),
     "POST /tokenize": Bodies((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse),
     "POST /detokenize": Bodies((DetokenizeRequest,), DetokenizeResponse),
+    "POST /v1/files": Bodies((FileCreateRequest,), FileObject),
+    "GET /v1/files": Bodies(answer=FileList),
+    "GET /v1/files/{file_id}": Bodies(answer=FileObject),
+    "GET /v1/files/{file_id}/content": Bodies(),
+    "DELETE /v1/files/{file_id}": Bodies(answer=FileDeleted),
+    "POST /v1/batches": Bodies((BatchCreateRequest,), Batch),
+    "GET /v1/batches": Bodies(answer=BatchList),
+    "GET /v1/batches/{batch_id}": Bodies(answer=Batch),
+    "POST /v1/batches/{batch_id}/cancel": Bodies(answer=Batch),
 }
 """By method and path. A route of the API that is missing here fails a test."""
 
