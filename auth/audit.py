@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import ssl
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import orjson
 import structlog
 
+from auth.audit_check import SUPERVISOR
 from auth.audit_file import RotatingFile
 from auth.audit_lane import FileSink, Lane, Record, Sink, SpoolSink
 from auth.audit_records import request_record
@@ -31,30 +31,7 @@ log = structlog.get_logger()
 
 CLOSE_LIMIT_S = 3.0
 ADOPT_EVERY_S = 10.0
-SUPERVISOR = "supervisor"
 SOURCE = "lapilli"
-
-
-def problem(settings: AuditSettings) -> str | None:
-    """Why these settings can't work, in one line; None where they can. It tries file, spool and CA file."""
-    if settings.hec_url is not None and settings.hec_token is None:
-        return "audit.hec_token: needed with audit.hec_url"
-    if settings.hec_ca_file is not None:
-        try:
-            ssl.create_default_context(cafile=settings.hec_ca_file)
-        except (OSError, ssl.SSLError) as error:
-            return f"audit.hec_ca_file: no PEM certificates in {settings.hec_ca_file} ({error.strerror})"
-    try:
-        if settings.file is not None:
-            RotatingFile(settings.file, settings.file_max_bytes, settings.file_keep).close()
-    except OSError as error:
-        return f"audit.file: can't write {settings.file}: {error.strerror}"
-    try:
-        if settings.hec_url is not None:
-            os.close(hold_own(settings.spool_dir, SUPERVISOR)[1])
-    except OSError as error:
-        return f"audit.spool_dir: can't write {settings.spool_dir}: {error.strerror}"
-    return None
 
 
 class AuditLog:

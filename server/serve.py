@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from auth import audit
+from auth import audit_check
 from auth.database import Database
 from auth.services import Services, offer_of
 from auth.store import KeyStore
@@ -44,7 +44,7 @@ def run(loaded: Loaded) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError("vLLM is not installed: run ./install.sh, or pip install '.[cpu]' or '.[gpu]'")
     check_tls(settings.gateway)
-    if (problem := audit.problem(settings.audit)) is not None:
+    if (problem := audit_check.problem(settings.audit)) is not None:
         raise SettingsError(problem)
     _raise_descriptor_limit()
     if settings.jwt.issuer is not None and settings.jwt.audience is None:

@@ -18,7 +18,8 @@ import structlog
 from prometheus_client import Counter, Gauge
 from prometheus_client.multiprocess import mark_process_dead
 
-from auth.audit import SUPERVISOR, AuditLog
+from auth.audit import AuditLog
+from auth.audit_check import SUPERVISOR
 from auth.database import Database
 from auth.services import Services
 from server.admin import create_admin_app

@@ -1,5 +1,6 @@
 """One line of a batch, worked on as if it had come over HTTP: same checks, same errors."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Coroutine
@@ -59,6 +60,8 @@ async def call(
         answer, retry_after_s = await _answer(gateway, body, ctx), None
         ctx.status = 200
     except ApiError as error:
+        if _cancelled():
+            raise asyncio.CancelledError from None  # vLLM's serving classes make an answer of it
         ctx.status = error.status
         answer, retry_after_s = orjson.dumps(error.body(endpoint)), _seconds(error)
     except Exception:
@@ -89,6 +92,11 @@ async def _answer(gateway: Gateway, body: bytes, ctx: RequestContext) -> bytes:
     answer = await ENDPOINTS[ctx.path](gateway.protocol)(body, ctx)
     assert isinstance(answer, bytes)
     return answer
+
+
+def _cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _asks_for_stream(body: bytes) -> bool:

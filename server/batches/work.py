@@ -62,10 +62,13 @@ class BatchTurn:
         self._started = batch.total > 0
         """Whether the input has been found right, now or in an earlier turn."""
         self._results: list[Result] = []
+        self._flushing = asyncio.Lock()
         self._lines: set[asyncio.Task[None]] = set()
         self._owner: tuple[Principal, Service] | None = None
         self._fault: Fault | None = None
         """Why the batch can't go on: its owner may not."""
+        self._error: BaseException | None = None
+        """What broke a line: the turn ends, and another one goes on."""
         self._lost = False
         self._over = False
 
@@ -88,6 +91,8 @@ class BatchTurn:
         if self._lost:
             raise LeaseLost
         await self._flush()
+        if self._error is not None:
+            raise self._error
         ending = self._ending()
         if self._status == "failed":
             pass  # its input was wrong
@@ -123,7 +128,8 @@ class BatchTurn:
 
     def _must_cut(self) -> bool:
         """Whether running lines are not waited for."""
-        return self._halt.cut or self._lost or self._ending() is not None
+        ending = self._ending() is not None
+        return self._halt.cut or self._lost or self._error is not None or ending
 
     def _room(self) -> bool:
         """Whether clients leave room for one more line."""
@@ -206,8 +212,13 @@ class BatchTurn:
                 return
             task = asyncio.create_task(self._line(number, text))
             self._lines.add(task)
-            task.add_done_callback(self._lines.discard)
+            task.add_done_callback(self._line_ended)
             await asyncio.sleep(0)
+
+    def _line_ended(self, task: asyncio.Task[None]) -> None:
+        self._lines.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._error = task.exception()
 
     async def _line(self, number: int, text: bytes) -> None:
         """One line, to its result; none where it has to be left."""
@@ -233,15 +244,16 @@ class BatchTurn:
     # What goes on beside
 
     async def _flush(self) -> None:
-        """Writes the results there are."""
-        results, self._results = self._results, []
-        if not results:
-            return
-        try:
-            self._status = await self._leases.add(self._batch.id, results)
-        except IdentityUnavailable:
-            self._results = results + self._results
-            raise
+        """Writes the results there are; when it returns, those that others began to write are written too."""
+        async with self._flushing:
+            results, self._results = self._results, []
+            if not results:
+                return
+            try:
+                self._status = await self._leases.add(self._batch.id, results)
+            except IdentityUnavailable:
+                self._results = results + self._results
+                raise
 
     async def _keep(self) -> None:
         """Writes results, renews the lease, and sees whether the batch may go on; ends with the lease."""

@@ -87,6 +87,8 @@ class GrammarChecker:
         if params is None or params.all_constraints_none():
             return
         answer = await self._answer({name: getattr(params, name) for name in (*CONSTRAINTS, *OPTIONS)})
+        if "fault" in answer:
+            log.error("grammar_check_failed", exception=answer["fault"])
         if "refused" in answer:
             raise GrammarRefused(f"The grammar of '{param}' is not accepted: {answer['refused']}.", param)
         for name, value in answer["fields"].items():

@@ -13,7 +13,6 @@ import resource
 import signal
 import statistics
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,6 +22,8 @@ import numpy as np
 import orjson
 import setproctitle
 from vllm.exceptions import VLLMError
+
+from auth.redaction import describe_exception
 
 NAME = "lapilli-grammar"
 NICENESS = 10
@@ -40,6 +41,8 @@ GROWTH, GROWN_STEP_S = 3, 0.0005
 """More time by this factor at the end than near the beginning, and not next to nothing: it grows on."""
 INNER_DETAIL = re.compile(r"^.*?\.(?:cc|h):\d+: ", re.DOTALL)
 """xgrammar's errors begin with a time and a place in its source."""
+QUOTED = re.compile(r"[\"'`:{\[(<].*$")
+"""Where errors may begin to quote the grammar: what a client sent is not said again."""
 REPEATED = ("multiple repeat", "nothing to repeat")
 
 
@@ -210,9 +213,8 @@ def _in_child(compiler: Compiler, fields: dict[str, Any], timeout_s: float, send
             answer = {"refused": str(error)}
         except (VLLMError, ValueError, RuntimeError) as error:
             answer = {"refused": _reason(error)}
-        except Exception:
-            traceback.print_exc()
-            answer = {"refused": "it can't be compiled"}
+        except Exception as error:
+            answer = {"refused": "it can't be compiled", "fault": describe_exception(error)}
         os.write(sending, orjson.dumps(answer))
         os._exit(0)
     os._exit(1)
@@ -230,4 +232,5 @@ def _reason(error: Exception) -> str:
     cause = error.__cause__
     text = str(cause if isinstance(cause, ValueError | RuntimeError) else error).split(" (parameter=")[0]
     line = INNER_DETAIL.sub("", text).strip().splitlines()
-    return line[0][:200].rstrip(".") if line else type(error).__name__
+    said = QUOTED.sub("", line[0]).strip(" .") if line else ""
+    return said or "it can't be compiled"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from auth import audit_lane
-from auth.audit import SUPERVISOR, AuditLog, problem
+from auth.audit import AuditLog
+from auth.audit_check import SUPERVISOR, problem
 from auth.audit_file import RotatingFile
 from auth.audit_records import admin_record, request_record
 from auth.principal import Principal

@@ -135,7 +135,7 @@ SCRIPT = """
         fail(marker)
     except ValueError:
         log.exception("kept_exception")
-        logging.getLogger("vllm.tool_parsers.x").exception(f"in {marker}")
+        logging.getLogger("vllm.parser.x").exception(f"in {marker}")
         logging.getLogger("uvicorn.error").exception("Exception in ASGI application")
     warnings.warn(f"Pydantic serializer warnings: input_value={marker}")
     thread = threading.Thread(target=fail, args=(marker,))
@@ -174,7 +174,7 @@ def test_all_ways_into_the_log(style: str) -> None:
     assert done.stderr.count("withheld") >= 12
     if style == "json":
         lines = [json.loads(line) for line in done.stderr.splitlines()]
-        vllm = [line for line in lines if line["logger"] == "vllm.tool_parsers.x"]
+        vllm = [line for line in lines if line["logger"] == "vllm.parser.x"]
         assert vllm[0]["where"].endswith("in <module>")
         assert vllm[0]["exception"].startswith("ValueError\n")
         # Of other libraries only warnings and worse are worth a line without words.
