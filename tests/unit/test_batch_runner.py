@@ -17,6 +17,7 @@ from auth.tenants import TenantStore
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.audit_sections import AuditSettings
+from server.batches.calls import call
 from server.batches.files import INPUT_PURPOSE
 from server.batches.leases import Leases
 from server.batches.runner import BatchRunner
@@ -248,6 +249,49 @@ def test_lines_that_fail(sqlite_url, error, tries):
             (line,) = await world.lines(here, batch.error_file)
             assert line["response"]["status_code"] == getattr(error, "status", 500)
             assert "secret" not in json.dumps(line)
+
+    run(sqlite_url, work)
+
+
+def test_a_slow_write_is_waited_for(sqlite_url, monkeypatch):
+    """Results that are being written when the last line ends are part of the batch."""
+    add = Leases.add
+
+    async def slow(leases, *args, **kwargs):
+        await asyncio.sleep(0.3)
+        return await add(leases, *args, **kwargs)
+
+    async def work(world):
+        monkeypatch.setattr("server.batches.work.KEEP_S", 0.001)
+        monkeypatch.setattr(Leases, "add", slow)
+        async with world.gateway() as here:
+            here.protocol.may_answer.set()
+            await world.start(here, 3)
+            batch = await world.until(here, ended)
+            assert (batch.status, batch.completed) == ("completed", 3)
+            assert len(await world.lines(here, batch.output_file)) == 3
+
+    run(sqlite_url, work)
+
+
+def test_a_line_that_breaks_is_asked_again(sqlite_url, monkeypatch):
+    """A fault of ours costs a turn, no line."""
+    broken = iter([True])
+
+    async def breaking(*args):
+        if next(broken, False):
+            raise ValueError
+        return await call(*args)
+
+    async def work(world):
+        monkeypatch.setattr("server.batches.work.call", breaking)
+        monkeypatch.setattr("server.batches.runner.RETRY_S", 0.05)
+        async with world.gateway() as here:
+            here.protocol.may_answer.set()
+            await world.start(here, 3)
+            batch = await world.until(here, ended)
+            assert (batch.status, batch.completed) == ("completed", 3)
+            assert set(here.protocol.asked) == {0, 1, 2}
 
     run(sqlite_url, work)
 
