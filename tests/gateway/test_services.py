@@ -200,12 +200,15 @@ def test_services_file_is_followed_and_a_wrong_one_changes_nothing(site: Site) -
     assert statuses() == {404}
     site.file.write_text(SERVICES + "  - {name: late}\n")
     poll(lambda: statuses() == {200}, "the new service in every worker", 10)
-    listed = {service["name"] for service in site.admin("GET", "/services")["data"]}
-    assert listed == {"poems", "sso", "open", "late", "default"}
+
+    def listed() -> set[str]:
+        return {service["name"] for service in site.admin("GET", "/services")["data"]}
+
+    poll(lambda: listed() == {"poems", "sso", "open", "late", "default"}, "the new service in the admin API")
     shown = json.loads(site.server.cli("services", "list", "--json", "--auth.services_file", str(site.file),
                                        "--served-model-name", MODEL, "--jwt.issuer", site.issuer.url,
                                        "--engine.lora_adapters", '{"poet": "x"}'))  # fmt: skip
-    assert {service["name"] for service in shown} == listed
+    assert {service["name"] for service in shown} == listed()
 
 
 def test_the_log_names_tenant_and_service_and_no_credential(site: Site) -> None:

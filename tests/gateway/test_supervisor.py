@@ -185,7 +185,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         keepers = [stack.enter_context(server.client()) for _ in range(6)]
         for keeper in keepers:  # connections that stay open, on both workers
             assert keeper.get("/v1/models").status_code == 200
-        streams = Streams(server, 6, max_tokens=100)
+        streams = Streams(server, 6, max_tokens=300)  # some seconds
         server.process.send_signal(signal.SIGTERM)
         poll(lambda: httpx.get(f"{server.admin_url}/readyz").status_code == 503, "not ready at once", 1)
         for keeper in keepers:
