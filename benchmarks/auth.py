@@ -2,8 +2,8 @@
 
 - `key_cache_mb_100k`: memory (MB, 10^6 bytes) that 100 000 cached keys of 1000 tenants hold in a worker, as
   Python's allocator counts it.
-- `added_p50_us_memory`, `added_p50_us_redis`: microseconds that keys and limits of every kind add to a
-  request at the median (benchmarks/request_path.py).
+- `added_p50_us_memory`, `added_p50_us_redis`: microseconds that keys, limits of every kind and audit
+  add to a request at the median (benchmarks/request_path.py).
 - `key_check_p50_us`: median time of one check of a cached key, from the request's headers to the Principal.
 """
 

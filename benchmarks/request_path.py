@@ -1,4 +1,4 @@
-"""What auth and limits add to a request: the layers of the application, in process, over an idle engine.
+"""What auth, limits and audit add to a request: the application's layers, in process, over an idle engine.
 
 Two applications take the same requests in turns, one with keys, limits (of every kind) and audit on, one
 without. The difference of their medians is what a request pays before and after the engine.
@@ -6,13 +6,11 @@ without. The difference of their medians is what a request pays before and after
 
 import asyncio
 import shutil
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +18,18 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from auth.audit import AuditLog
 from auth.database import Database
 from auth.identity import Identity
 from auth.limiter import Limiter
 from auth.principal import Limits, Principal
+from auth.services import Offer, Service, Services
 from auth.store import KeyStore
+from benchmarks.redis_server import RedisServer
 from metrics.limits import LimitMetrics
 from metrics.requests import RequestMetrics
 from server.app import create_app
+from server.audit_sections import AuditSettings
 from server.auth_sections import AuthSettings, JwtSettings, LimitsSettings
 from server.config import Settings
 from server.context import RequestContext
@@ -55,15 +57,16 @@ async def _chat(_body: bytes, ctx: RequestContext) -> bytes:
 class _Anyone:
     """In the place of identity: everybody is the same caller."""
 
-    async def identify(self, _headers: Any) -> Principal:
+    async def identify(self, _headers: Any, _service: Service) -> Principal:
         return CALLER
 
 
-def _application(identity: Any, limits: LimitsSettings) -> tuple[Any, Limiter]:
+def _application(identity: Any, limits: LimitsSettings, audit: AuditLog) -> tuple[Any, Limiter]:
     metrics = RequestMetrics("m")
     limiter = Limiter(limits, LimitMetrics(CollectorRegistry()))
     engine: Any = SimpleNamespace(ready=True, reason=None, track=lambda _ctx: None)
-    gateway = Gateway(Settings(), identity, metrics, engine, limiter)
+    services = Services(None, Offer(("m",), tokens=False))
+    gateway = Gateway(Settings(), identity, services, metrics, audit, engine, limiter)
     gateway.protocol = SimpleNamespace(chat=_chat)  # type: ignore[assignment]
     return create_app(gateway), limiter
 
@@ -115,7 +118,7 @@ async def _first_key(auth: AuthSettings) -> str:
 
 
 async def added_us(store: str, redis_url: str) -> float:
-    """Microseconds at the median that auth and limits add to a request."""
+    """Microseconds at the median that auth, limits and audit add to a request."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         auth = AuthSettings(database_url=f"sqlite+aiosqlite:///{folder}/keys.db")
@@ -124,9 +127,13 @@ async def added_us(store: str, redis_url: str) -> float:
         await identity.start()
         stack.push_async_callback(identity.close)
         limits = LimitsSettings(store=store, redis_url=redis_url, **ALL_LIMITS)  # type: ignore[arg-type]
-        full, limiter = _application(identity, limits)
+        audit = AuditLog(AuditSettings(file=Path(folder) / "audit.jsonl"), "worker-1")
+        audit.open()
+        audit.start()
+        stack.push_async_callback(audit.close)
+        full, limiter = _application(identity, limits, audit)
         stack.push_async_callback(limiter.close)
-        bare, _ = _application(_Anyone(), LimitsSettings(store="none"))
+        bare, _ = _application(_Anyone(), LimitsSettings(store="none"), AuditLog(AuditSettings(), "worker-1"))
         medians: dict[str, list[float]] = {"full": [], "bare": []}
         for _ in range(NUM_ROUNDS + 1):
             times: dict[str, list[float]] = {"full": [], "bare": []}
@@ -139,42 +146,15 @@ async def added_us(store: str, redis_url: str) -> float:
     return (min(medians["full"][1:]) - min(medians["bare"][1:])) * 1e6
 
 
-@contextmanager
-def _redis() -> Iterator[str | None]:
-    """A Redis of its own on a free port; None where there is none to start."""
-    if shutil.which("redis-server") is None:
-        yield None
-        return
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + 10
-            while not _accepts(port) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _accepts(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
-
-
 def measure() -> dict[str, float | None]:
     """`added_p50_us_memory` and `added_p50_us_redis` (None without a redis-server)."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
 
     memory = uvloop.run(added_us("memory", "redis://127.0.0.1:1/0"))
-    with _redis() as url:
-        shared = None if url is None else uvloop.run(added_us("redis", url))
+    shared = None
+    if shutil.which("redis-server") is not None:
+        with tempfile.TemporaryDirectory() as folder, closing(RedisServer(Path(folder))) as redis:
+            shared = uvloop.run(added_us("redis", redis.url))
     return {
         "added_p50_us_memory": round(memory, 1),
         "added_p50_us_redis": None if shared is None else round(shared, 1),

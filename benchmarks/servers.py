@@ -92,7 +92,7 @@ def end_on_sigterm() -> None:
 @contextmanager
 def started(spec: Spec, options: EngineOptions, log: Path) -> Iterator[RunningServer]:
     """One server on a free port with state of its own; raises StartError and UnavailableError."""
-    port, admin_port = _free_port(), _free_port()
+    port, admin_port = free_port(), free_port()
     arguments = command(spec, options, port, admin_port)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as state:
         started_at = time.monotonic()
@@ -141,7 +141,8 @@ def all_started(
         yield ordered, failed
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

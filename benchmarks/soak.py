@@ -5,7 +5,8 @@
 Good requests, aborts (FIN and RST), bad input and slow readers run at a steady concurrency
 (benchmarks/traffic.py). With several workers, one is killed with SIGKILL every minute; the oldest is spared,
 so that one worker's memory can be followed from the start to the end. An audit collector (benchmarks/hec.py)
-comes and goes; at the end it has every record. Exit code 1 when a criterion fails.
+and the limits' Redis come and go; at the end the collector has every record, and nothing is reserved. Exit
+code 1 when a criterion fails.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from benchmarks import machine
 from benchmarks.servers import RunningServer, end_on_sigterm, started
 from benchmarks.soak_audit import AuditTrail
 from benchmarks.soak_checks import Check, Watch, all_checks, workers
+from benchmarks.soak_redis import LimitStore
 from benchmarks.specs import EngineOptions, Spec
 from benchmarks.traffic import Seen, Sizes, Traffic
 from benchmarks.wire import Target
@@ -44,9 +47,12 @@ MOST_SLOTS = 256  # that the setting allows
 class Soak:
     """One soak of `server`: warm-up, traffic with kills and samples, quiet, checks."""
 
-    def __init__(self, server: RunningServer, args: argparse.Namespace, trail: AuditTrail) -> None:
+    def __init__(
+        self, server: RunningServer, args: argparse.Namespace, trail: AuditTrail, limits: LimitStore
+    ) -> None:
         self._args = args
         self._trail = trail
+        self._limits = limits
         self._server = server
         self._run_s = args.minutes * 60
         target = Target(server.url, server.key, server.model)
@@ -73,12 +79,14 @@ class Soak:
         checks = await all_checks(self._watch, self._traffic.seen)
         if self._server.alive():
             kills = len(self._traffic.seen.kills_at)
+            checks.append(await self._limits.check(self._watch.canary))
             checks.append(await self._trail.check(self._server, kills, self._args.concurrency))
         return _report(self._args, self._server, self._traffic.seen, self._watch, checks)
 
     def _faults(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        restarts = self._trail.keep_restarting(self._args.collector_every_s)
-        return self._kill(), self._sample(), self._tell(), restarts
+        collector = self._trail.keep_restarting(self._args.collector_every_s)
+        store = self._limits.keep_restarting(self._args.redis_every_s, self._traffic.seen)
+        return self._kill(), self._sample(), self._tell(), collector, store
 
     async def _kill(self) -> None:
         """Kills a worker now and then; does nothing where there are no worker processes."""
@@ -118,6 +126,7 @@ def _report(
         "requests": seen.total(),
         "ok": seen.total("ok"),
         "kills": len(seen.kills_at),
+        "redis_restarts": len(seen.outages_at),
         "outcomes": seen.table(),
         "surprises": seen.surprises,
         "memory": watch.memory(),
@@ -153,10 +162,10 @@ def main() -> None:
     args.concurrency = args.concurrency or CONCURRENCY[args.engine]
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "soak.log"
-        trail = AuditTrail(Path(folder))
-        args.flags = [*args.flags, *trail.flags()]
-        with started(Spec("lapilli", args.workers), options(args), log) as server:
-            report = asyncio.run(Soak(server, args, trail).run())
+        trail, limits = AuditTrail(Path(folder)), LimitStore(Path(folder))
+        args.flags = [*args.flags, *trail.flags(), *limits.flags()]
+        with closing(limits), started(Spec("lapilli", args.workers), options(args), log) as server:
+            report = asyncio.run(Soak(server, args, trail, limits).run())
     print(text(report))
     if args.json:
         print(json.dumps(report))
@@ -174,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=1, help="gateway workers; above 1 they are killed in turn")
     add("--kill-every-s", type=float, default=60.0, help="seconds between two kills")
     add("--collector-every-s", type=float, default=45.0, help="seconds between rests of the audit collector")
+    add("--redis-every-s", type=float, default=75.0, help="seconds between restarts of Redis")
     add("--concurrency", type=int, help="requests at a time; else 24 over the stub, 6 over the demo model")
     add("--seed", type=int, default=0)
     add("--log", type=Path, help="keep the server's log here")

@@ -196,7 +196,7 @@ async def all_checks(watch: Watch, seen: Seen) -> list[Check]:
 
 def _answers(seen: Seen) -> tuple[bool, str]:
     bad = seen.unexplained()
-    return bad == 0, f"{bad} of {seen.total()} neither as expected nor due to a kill"
+    return bad == 0, f"{bad} of {seen.total()} neither as expected nor due to a fault that was made"
 
 
 def _memory(watch: Watch) -> tuple[bool, str]:

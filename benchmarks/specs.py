@@ -102,7 +102,9 @@ def _lapilli_flags(spec: Spec, options: EngineOptions, port: int) -> list[str]:
     # Measured is what the server can do, not what a tenant may ask of it.
     flags += ["--limits.requests_per_s", "5000"]
     if spec.workers > 1:
-        flags += ["--gateway.workers", str(spec.workers), "--limits.store", "none"]
+        flags += ["--gateway.workers", str(spec.workers)]
+    if spec.workers > 1 and "--limits.store" not in options.lapilli_flags:
+        flags += ["--limits.store", "none"]
     if options.engine == "vllm":
         flags += ["--dtype", options.dtype]
         flags += ["--engine.args", _json({"load_format": "dummy"})] if options.dummy_weights else []

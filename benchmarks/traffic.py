@@ -17,6 +17,9 @@ REQUEST_LIMIT_S = 120.0
 SLOW_READ_S = 8.0
 KILL_WINDOW_S = 10.0
 """Seconds after a worker's kill in which a cut connection or a 503 is put down to it."""
+OUTAGE_WINDOW_S = 6.0
+"""Seconds after Redis has been ended in which a 503 is put down to that."""
+EXPLAINED = (" after kill", " without Redis")
 
 
 @dataclass(frozen=True)
@@ -32,18 +35,21 @@ class Sizes:
 
 @dataclass
 class Seen:
-    """What clients saw: outcomes by kind of request, when workers were killed, samples of surprises."""
+    """What clients saw: outcomes by kind of request, when faults were made, samples of surprises."""
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     kills_at: list[float] = field(default_factory=list)
+    outages_at: list[float] = field(default_factory=list)
     surprises: list[str] = field(default_factory=list)
 
     def note(self, kind: str, outcome: str) -> None:
-        """Counts one request; what is not `ok` shortly after a kill is `... after kill`."""
+        """Counts one request; what is not `ok` shortly after a fault that explains it says so."""
         now = time.monotonic()
         if outcome != "ok":
             if any(0 <= now - at < KILL_WINDOW_S for at in self.kills_at) and outcome != "timeout":
                 outcome += " after kill"
+            elif any(0 <= now - at < OUTAGE_WINDOW_S for at in self.outages_at) and outcome == "status 503":
+                outcome += " without Redis"
             elif len(self.surprises) < 20:
                 self.surprises.append(f"{kind}: {outcome}")
         self.outcomes[kind, outcome] += 1
@@ -53,11 +59,11 @@ class Seen:
         return sum(number for (_, seen), number in self.outcomes.items() if outcome in (None, seen))
 
     def unexplained(self) -> int:
-        """Requests whose end is neither what was expected nor due to a kill."""
+        """Requests whose end is neither what was expected nor due to a fault that was made."""
         return sum(
             number
             for (_, outcome), number in self.outcomes.items()
-            if outcome != "ok" and not outcome.endswith(" after kill")
+            if outcome != "ok" and not outcome.endswith(EXPLAINED)
         )
 
     def table(self) -> dict[str, dict[str, int]]:
