@@ -15,14 +15,15 @@ START_LIMIT_S = 20.0
 
 
 class RedisServer:
-    """`redis-server` on a free port, for one folder; it keeps what it holds from `end` to `start`."""
+    """`redis-server` on a free port."""
 
-    def __init__(self, folder: Path) -> None:
-        """Starts it; FileNotFoundError where it is not installed."""
+    def __init__(self, folder: Path, *, durable: bool) -> None:
+        """Starts it; FileNotFoundError where it is not installed. `durable`: it keeps all over a restart."""
         if shutil.which("redis-server") is None:
             raise FileNotFoundError("redis-server is not installed")
         self._port = free_port()
         self._folder = folder
+        self._durable = durable
         self.url = f"redis://127.0.0.1:{self._port}/0"
         self.client: Any = redis.Redis(port=self._port, decode_responses=True, socket_timeout=5)
         self._process: subprocess.Popen[bytes] | None = None
@@ -32,7 +33,8 @@ class RedisServer:
         """Starts it, where it does not run, and waits until it answers. Raises TimeoutError."""
         if self._process is None:
             command = ["redis-server", "--port", str(self._port), "--bind", "127.0.0.1"]
-            command += ["--dir", str(self._folder), "--save", "", "--appendonly", "yes"]
+            command += ["--dir", str(self._folder), "--save", ""]
+            command += ["--appendonly", "yes" if self._durable else "no"]
             self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         ends_at = time.monotonic() + START_LIMIT_S
         while time.monotonic() < ends_at:

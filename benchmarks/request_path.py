@@ -153,7 +153,10 @@ def measure() -> dict[str, float | None]:
     memory = uvloop.run(added_us("memory", "redis://127.0.0.1:1/0"))
     shared = None
     if shutil.which("redis-server") is not None:
-        with tempfile.TemporaryDirectory() as folder, closing(RedisServer(Path(folder))) as redis:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            closing(RedisServer(Path(folder), durable=False)) as redis,
+        ):
             shared = uvloop.run(added_us("redis", redis.url))
     return {
         "added_p50_us_memory": round(memory, 1),

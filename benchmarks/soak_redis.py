@@ -19,7 +19,7 @@ class LimitStore:
     """Redis for the server's limits, which keeps what it holds over a restart."""
 
     def __init__(self, folder: Path) -> None:
-        self._redis = RedisServer(folder)
+        self._redis = RedisServer(folder, durable=True)
         self.restarts = 0
 
     def flags(self) -> list[str]:
