@@ -13,6 +13,7 @@ import pytest
 
 from server.engine.selfcheck import DEMO_GOLDEN
 from tests import sse
+from tests.batches import client_of, ended, line, lines_of, start
 from tests.conftest import MODEL, ROOT, Server, children, poll, running
 
 pytestmark = pytest.mark.engine
@@ -33,6 +34,22 @@ def test_golden_answers(real: Server) -> None:
             answer = client.post(CHAT, json=body).json()
             assert answer["choices"][0]["message"]["content"] == prompt["greedy_text"]
             assert answer["usage"]["prompt_tokens"] == len(prompt["prompt_token_ids"])
+
+
+def test_a_batch_is_answered_as_requests_are(real: Server) -> None:
+    """Through the engine's scheduler at the priority of batches, with the right answers."""
+    client = client_of(real)
+    prompts = json.loads(DEMO_GOLDEN.read_text())["prompts"][:3]
+    lines = [
+        line(f"p{at}", max_tokens=200, messages=prompt["messages"], temperature=0)
+        for at, prompt in enumerate(prompts)
+    ]
+    batch = ended(client, start(client, lines).id, "completed", "failed", limit_s=60)
+    found = [
+        answer["response"]["body"]["choices"][0]["message"]["content"]
+        for answer in lines_of(client, batch.output_file_id)
+    ]
+    assert found == [prompt["greedy_text"] for prompt in prompts]
 
 
 def test_self_check_ran(real: Server) -> None:
