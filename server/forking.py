@@ -11,7 +11,7 @@ import importlib
 import os
 import threading
 from collections.abc import Sequence
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 
 import setproctitle
@@ -27,6 +27,7 @@ def start_fork_server(module: str) -> None:
     # visits and so give each worker a copy of its own.
     gc.collect()
     gc.freeze()
+    resource_tracker.ensure_running()  # the fork server would start it, by the call that stands in below
     spawn = util.spawnv_passfds
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:

@@ -21,6 +21,7 @@ QUIET_LOGGERS = {
     "uvicorn.access": logging.WARNING,
     "sse_starlette": logging.WARNING,
     "aiosqlite": logging.INFO,
+    "alembic.runtime.plugins": logging.WARNING,
     "httpx": logging.WARNING,
     "httpcore": logging.WARNING,
     "vllm.tool_parsers": logging.CRITICAL,  # a traceback for each tool call that a model has botched

@@ -128,3 +128,8 @@ def test_many_streams_at_once(stub: Server) -> None:
     assert len(texts) == 64
     assert len(set(texts.values())) == 4
     poll(stub.drained, "drained")
+
+
+def test_a_start_warns_of_nothing(stub: Server) -> None:
+    """No process says on its way up that something is odd."""
+    assert "py.warnings" not in stub.text
