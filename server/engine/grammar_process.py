@@ -39,6 +39,8 @@ MAX_STEP_S = 0.02
 """CPU time that one of the last of them may take."""
 GROWTH, GROWN_STEP_S = 3, 0.0005
 """More time by this factor at the end than near the beginning, and not next to nothing: it grows on."""
+MIN_WINDOW = 8
+"""Tokens at either end of an answer that are compared: of fewer, one that the machine held up decides."""
 INNER_DETAIL = re.compile(r"^.*?\.(?:cc|h):\d+: ", re.DOTALL)
 """xgrammar's errors begin with a time and a place in its source."""
 QUOTED = re.compile(r"[\"'`:{\[(<].*$")
@@ -154,7 +156,7 @@ def _follow(compile_grammar: Callable[[], Any], bitmask: Any, end: int) -> None:
         )
         if late > MAX_STEP_S:
             raise Refused(f"a token takes more than {MAX_STEP_S:g} s to check against it")
-        if late > GROWN_STEP_S and late > GROWTH * early:
+        if window >= MIN_WINDOW and late > GROWN_STEP_S and late > GROWTH * early:
             raise Refused("it is ambiguous: a token takes the longer to check, the longer the answer is")
 
 
