@@ -102,7 +102,7 @@ class World:
             output_expires_s=None,
         )  # fmt: skip
 
-    async def until(self, here, what, limit_s=15.0):
+    async def until(self, here, what, limit_s=60.0):
         for _ in range(int(limit_s / 0.02)):
             batch = await here.gateway.batches.get("acme", self.batch.id)
             if what(batch):
