@@ -99,6 +99,13 @@ def unavailable(message: str, retry_after_s: int = 1, *, close: bool = False) ->
     return ApiError(503, message, code="service_unavailable", headers=headers)
 
 
+def body_too_large(limit_bytes: int, *, close: bool = False) -> ApiError:
+    """413; `close`: the rest of the body is not waited for."""
+    headers = {"Connection": "close"} if close else {}
+    message = f"The request body is larger than {limit_bytes} bytes."
+    return ApiError(413, message, code="request_too_large", headers=headers)
+
+
 def internal_error() -> ApiError:
     """500 that says nothing of the inside; the log has the rest."""
     return ApiError(500, "The server had an error while processing your request.", code="internal_error")

@@ -14,7 +14,7 @@ from auth.limiter import Limiter
 from auth.services import Services
 from metrics.requests import RequestMetrics
 from server.context import RequestContext
-from server.errors import ApiError, internal_error
+from server.errors import body_too_large, internal_error
 from server.limits import body_limit
 
 log = structlog.get_logger()
@@ -180,10 +180,4 @@ class BodyLimit:
         return self.by_path.get(ctx.path) or body_limit(ctx.principal, self.max_bytes)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
-        error = ApiError(
-            413,
-            f"The request body is larger than {limit} bytes.",
-            code="request_too_large",
-            headers={"Connection": "close"},
-        )
-        await error.response(scope["path"])(scope, receive, send)
+        await body_too_large(limit, close=True).response(scope["path"])(scope, receive, send)

@@ -14,7 +14,7 @@ from auth.audit_content import Content
 from auth.principal import Principal
 from auth.services import Service
 from server.context import RequestContext
-from server.errors import ApiError, internal_error
+from server.errors import ApiError, body_too_large, internal_error
 from server.gateway import Gateway
 from server.limits import admit, body_limit
 from server.protocol.answers import Answer
@@ -86,7 +86,7 @@ async def _answer(gateway: Gateway, body: bytes, ctx: RequestContext) -> bytes:
     if _asks_for_stream(body):
         raise ApiError(400, "A request of a batch can't be streamed.", param="stream")
     if len(body) > (limit := body_limit(ctx.principal, gateway.settings.gateway.max_body_bytes)):
-        raise ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
+        raise body_too_large(limit)
     await admit(gateway.limiter, ctx)
     gateway.engine.track(ctx)
     answer = await ENDPOINTS[ctx.path](gateway.protocol)(body, ctx)

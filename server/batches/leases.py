@@ -10,12 +10,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from auth import records
 from auth.database import Database
 from auth.schema import batch_results, batches, file_chunks, files
-from server.batches.files import FileWriter
+from server.batches.files import DAY_S, FileWriter
 from server.batches.lines import Fault
 from server.batches.store import Batch
 
 PAGE_ROWS = 64
-UNSEALED_S = 24 * 3600
+UNSEALED_S = DAY_S
 """A file that is not whole after this time has no writer any more."""
 
 
@@ -182,7 +182,7 @@ def _unleased() -> Any:
 
 async def prune(database: Database, retention_days: int) -> int:
     """Deletes files and batches whose time is over; returns how many files went."""
-    ended = batches.c.ended_at < records.later(-retention_days * 24 * 3600)
+    ended = batches.c.ended_at < records.later(-retention_days * DAY_S)
     in_use = select(batches.c.input_file).where(batches.c.ended_at.is_(None))
     dead = files.c.created_at < records.later(-UNSEALED_S)
     old = select(files.c.id).where(

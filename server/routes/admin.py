@@ -17,7 +17,7 @@ from auth.records import KeyIsDead, TenantExists, UnknownKey, UnknownTenant
 from auth.services import Services
 from auth.store import DEFAULT_OVERLAP_S, KeyStore
 from auth.tenants import TenantStore
-from server.errors import ApiError, unauthorized, unavailable
+from server.errors import ApiError, body_too_large, unauthorized, unavailable
 
 log = structlog.get_logger()
 
@@ -171,10 +171,7 @@ async def _fields(request: Request) -> dict[str, Any]:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ApiError(
-                413, f"The request body is larger than {MAX_BODY_BYTES} bytes.", code="request_too_large",
-                headers={"Connection": "close"},
-            )  # fmt: skip
+            raise body_too_large(MAX_BODY_BYTES, close=True)
     try:
         fields = orjson.loads(body or b"{}")
     except orjson.JSONDecodeError:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.batches.calls import ENDPOINTS
@@ -12,8 +11,15 @@ from server.errors import ApiError
 from server.gateway import context_of, gateway_of
 from server.routes.access import caller
 from server.routes.body import json_body
-from server.routes.files import page
-from server.routes.stored import expiry_seconds, not_found, page_size, stored
+from server.routes.stored import (
+    bad_field,
+    expiry_seconds,
+    json_answer,
+    not_found,
+    page,
+    page_size,
+    stored,
+)
 from server.validation.strict_json import read_object
 
 router = APIRouter()
@@ -33,7 +39,7 @@ async def create(request: Request) -> Response:
     window = _one_of(fields, "completion_window", WINDOWS_S)
     input_file = fields.get("input_file_id")
     if not isinstance(input_file, str):
-        raise _bad("input_file_id", "'input_file_id' must be a string.", "missing_required_parameter")
+        raise bad_field("input_file_id", "'input_file_id' must be a string.", "missing_required_parameter")
     service = context_of(request).service or gateway.services.table.plain
     with stored(), not_found(UnknownFile, "file", status=400, param="input_file_id"):
         try:
@@ -49,7 +55,7 @@ async def create(request: Request) -> Response:
         except TooManyBatches:
             message = "Too many of your batches have not ended; wait for some of them."
             raise ApiError(429, message, code="too_many_batches", headers={"Retry-After": "60"}) from None
-    return _json(shown(batch))
+    return json_answer(shown(batch))
 
 
 @router.get(PATH)
@@ -62,7 +68,7 @@ async def list_batches(request: Request) -> Response:
             after=query.get("after"),
             limit=page_size(query.get("limit"), DEFAULT_PAGE, MAX_PAGE),
         )
-    return _json(page([shown(batch) for batch in found], more=more))
+    return json_answer(page([shown(batch) for batch in found], more=more))
 
 
 @router.get(PATH + "/{batch_id}")
@@ -70,7 +76,7 @@ async def retrieve(request: Request, batch_id: str) -> Response:
     """A batch as it stands."""
     principal = await caller(request)
     with stored(), not_found(UnknownBatch, "batch"):
-        return _json(shown(await gateway_of(request).batches.get(principal.tenant, batch_id)))
+        return json_answer(shown(await gateway_of(request).batches.get(principal.tenant, batch_id)))
 
 
 @router.post(PATH + "/{batch_id}/cancel")
@@ -83,7 +89,7 @@ async def cancel(request: Request, batch_id: str) -> Response:
         except CannotCancel as error:
             message = f"Cannot cancel a batch with status '{error}'."
             raise ApiError(409, message, code="batch_not_cancellable") from None
-    return _json(shown(batch))
+    return json_answer(shown(batch))
 
 
 def _one_of(fields: dict[str, Any], name: str, known: dict[str, Any]) -> str:
@@ -91,7 +97,7 @@ def _one_of(fields: dict[str, Any], name: str, known: dict[str, Any]) -> str:
     if isinstance(value, str) and value in known:
         return value
     message = f"'{name}' must be one of {', '.join(known)}."
-    raise _bad(name, message, "missing_required_parameter" if value is None else "invalid_value")
+    raise bad_field(name, message, "missing_required_parameter" if value is None else "invalid_value")
 
 
 def _metadata(value: Any) -> dict[str, str] | None:
@@ -99,20 +105,12 @@ def _metadata(value: Any) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, dict) or len(value) > MAX_METADATA:
-        raise _bad("metadata", f"'metadata' must be an object of at most {MAX_METADATA} entries.")
+        raise bad_field("metadata", f"'metadata' must be an object of at most {MAX_METADATA} entries.")
     for key, text in value.items():
         if not isinstance(text, str) or len(text) > MAX_METADATA_CHARS or len(key) > MAX_METADATA_KEY_CHARS:
             message = (
                 f"'metadata' holds texts of at most {MAX_METADATA_CHARS} characters, "
                 f"their names at most {MAX_METADATA_KEY_CHARS}."
             )
-            raise _bad("metadata", message)
+            raise bad_field("metadata", message)
     return value
-
-
-def _bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, message, param=param, code=code)
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")

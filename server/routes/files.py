@@ -1,10 +1,9 @@
 """/v1/files: what batches read and write."""
 
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
-import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -16,7 +15,15 @@ from server.errors import ApiError
 from server.gateway import gateway_of
 from server.routes.access import caller
 from server.routes.body import refuse_encoded
-from server.routes.stored import expiry_seconds, not_found, page_size, stored
+from server.routes.stored import (
+    bad_field,
+    expiry_seconds,
+    json_answer,
+    not_found,
+    page,
+    page_size,
+    stored,
+)
 from server.sections import BatchSettings
 
 router = APIRouter()
@@ -50,7 +57,7 @@ async def create(request: Request) -> Response:
         writer = store.writer(principal.tenant, INPUT_PURPOSE, upload.file.filename or "", upload.keep_s)
         with stored():
             await _copy(upload.file, writer)
-            return _json(shown(await _within_space(store.seal(writer, principal.tenant))))
+            return json_answer(shown(await _within_space(store.seal(writer, principal.tenant))))
     finally:
         await upload.file.close()
 
@@ -61,7 +68,7 @@ async def list_files(request: Request) -> Response:
     principal, query = await caller(request), request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise ApiError(400, "'order' must be asc or desc.", param="order", code="invalid_value")
+        raise bad_field("order", "'order' must be asc or desc.")
     with stored(), not_found(UnknownFile, "file", status=400, param="after"):
         found, more = await gateway_of(request).files.list(
             principal.tenant,
@@ -70,7 +77,7 @@ async def list_files(request: Request) -> Response:
             limit=page_size(query.get("limit"), MAX_PAGE, MAX_PAGE),
             descending=order == "desc",
         )
-    return _json(page([shown(file) for file in found], more=more))
+    return json_answer(page([shown(file) for file in found], more=more))
 
 
 @router.get(PATH + "/{file_id}")
@@ -78,7 +85,7 @@ async def retrieve(request: Request, file_id: str) -> Response:
     """What is known of a file."""
     principal = await caller(request)
     with stored(), not_found(UnknownFile, "file"):
-        return _json(shown(await gateway_of(request).files.get(principal.tenant, file_id)))
+        return json_answer(shown(await gateway_of(request).files.get(principal.tenant, file_id)))
 
 
 @router.get(PATH + "/{file_id}/content")
@@ -106,13 +113,7 @@ async def delete(request: Request, file_id: str) -> Response:
             await gateway_of(request).files.delete(principal.tenant, file_id)
         except FileInUse:
             raise IN_USE from None
-    return _json({"id": file_id, "object": "file", "deleted": True})
-
-
-def page(items: list[dict[str, Any]], *, more: bool) -> dict[str, Any]:
-    """A page of a list, as OpenAI's API shows it."""
-    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
+    return json_answer({"id": file_id, "object": "file", "deleted": True})
 
 
 class _Upload(NamedTuple):
@@ -134,11 +135,11 @@ async def _upload(request: Request) -> _Upload:
     file = form.get("file")
     try:
         if not isinstance(file, UploadFile):
-            raise _bad("file", "'file' must be a file.", "missing_required_parameter")
+            raise bad_field("file", "'file' must be a file.", "missing_required_parameter")
         if form.get("purpose") != INPUT_PURPOSE:
-            raise _bad("purpose", "'purpose' must be 'batch'.")
+            raise bad_field("purpose", "'purpose' must be 'batch'.")
         if not file.size:
-            raise _bad("file", "The file is empty.")
+            raise bad_field("file", "The file is empty.")
         after = {name: form.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
         keep_s = expiry_seconds("expires_after", after if any(after.values()) else None)
     except ApiError:
@@ -169,11 +170,3 @@ def _too_large(max_file_mib: int) -> ApiError:
     return ApiError(
         413, f"The file is larger than {max_file_mib} MiB.", code="request_too_large", param="file"
     )
-
-
-def _bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, message, param=param, code=code)
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")

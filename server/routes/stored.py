@@ -1,10 +1,12 @@
-"""What the routes of files and batches share: failures of the store as answers, parameters of lists."""
+"""What the routes of files and batches share: answers, failures of the store, parameters of lists."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import orjson
 import structlog
+from fastapi import Response
 
 from auth.errors import KeyStoreUnavailable
 from server.errors import ApiError, unavailable
@@ -13,6 +15,22 @@ log = structlog.get_logger()
 
 MIN_KEEP_S, MAX_KEEP_S = 3600, 30 * 24 * 3600
 """Bounds of `expires_after`, as OpenAI has them."""
+
+
+def json_answer(body: dict[str, Any]) -> Response:
+    """200 with `body`."""
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+def page(items: list[dict[str, Any]], *, more: bool) -> dict[str, Any]:
+    """A page of a list, as OpenAI's API shows it."""
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
+
+
+def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """400 that names the field."""
+    return ApiError(400, message, param=param, code=code)
 
 
 @contextmanager
@@ -43,7 +61,7 @@ def page_size(text: str | None, default: int, most: int) -> int:
     if text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= most:
         return int(text)
     message = f"'limit' must be an integer from 1 to {most}."
-    raise ApiError(400, message, param="limit", code="invalid_value")
+    raise bad_field("limit", message)
 
 
 def expiry_seconds(name: str, value: Any) -> int | None:
@@ -61,4 +79,4 @@ def expiry_seconds(name: str, value: Any) -> int | None:
     ):
         return seconds
     message = f"'{name}' must have 'anchor' created_at and 'seconds' from {MIN_KEEP_S} to {MAX_KEEP_S}."
-    raise ApiError(400, message, param=name, code="invalid_value")
+    raise bad_field(name, message)
